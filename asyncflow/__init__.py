@@ -434,7 +434,7 @@ _HOMES = {
 """Public names (``public=own`` where they differ), by the module that has them; asking for one imports it."""
 
 _TOGETHER = ("control.", "graph.", "lift.", "ops.", "state.")
-"""Rooms that are imported together, as a graph is built with them: each tells those below what it adds to them."""
+"""Rooms that are imported together, as a graph is built with them: each registers its rules with the rooms below."""
 
 e = _math.e
 inf = _math.inf

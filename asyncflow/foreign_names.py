@@ -105,7 +105,7 @@ FUNCTIONS: Final[Mapping[str, str]] = (
     | dict(pair.split("=") for pair in _RENAMED.split())
     | _WRITTEN_OTHERWISE
 )
-"""Names of functions and methods elsewhere, to those of the functions in ``asyncflow``, or to what to write."""
+"""Names of functions and methods of other libraries, each with the name or the code to write in asyncflow."""
 
 
 def in_place_of(name: str, arguments: str = "") -> str | None:
@@ -188,7 +188,7 @@ def install(extra: str) -> str:
 
 
 def close_names(name: str, known: Sequence[str]) -> list[str]:
-    """At most three of the names that `name` may be a misspelling of, those that differ in case alone before others."""
+    """Return at most three names that `name` may be a misspelling of; names that differ in case alone go first."""
     same = [each for each in known if each.casefold() == name.casefold() and each != name]
     return (same + [each for each in get_close_matches(name, known, n=3) if each not in same])[:3]
 
@@ -223,7 +223,7 @@ def facade(
     Args:
         module: its name, as users import it.
         names: its ``globals()``.
-        modules: those of the modules among them that it exports; the rest are there as they have been imported.
+        modules: names of the modules that it exports; other modules in `names` have only been imported.
         homes: more names (``public=own`` where they differ), by the module that has them. Asking for one imports that.
         together: the modules whose names begin so are imported together.
     """

@@ -15,11 +15,11 @@ _HOMES = ("builtins", "asyncflow", "numpy")
 
 
 class Unavailable(Exception):
-    """An exception in a process that need not know its class: the name of its class, and what it said."""
+    """An exception in a process that may not know its class: the name of its class, and its message."""
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """`error` as it may cross to another process: itself, or the text of one that might not be readable there."""
+    """Return `error` in a form for other processes: itself, or its text if they may not be able to read it."""
     if error is None:
         return None
     kind = type(error)

@@ -1,4 +1,4 @@
-"""Types of what is there in a run: the values that kernels compute with, and the libraries that they compute by.
+"""Types of the values of a run: values that kernels compute with, and the libraries that they compute by.
 
 They are for type checkers and readers alone; nothing asks for them at run time.
 """
@@ -32,8 +32,8 @@ Kernel: TypeAlias = Callable[..., Any]
 
 A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. With an `xp` that is
 not NumPy, inputs of higher rank are its arrays, but for the `Op.host_inputs`; a NumPy array that is returned is the
-host's, too. Kernels never write to their inputs. One that can write its result to a given buffer takes it by ``out=``,
-as ufuncs do, and has an attribute `takes_out` that is true.
+host's, too. Kernels never write to their inputs. A kernel that can write its result to a given buffer takes it by
+``out=``, as ufuncs do; its attribute `takes_out` is true.
 
 No output is None: runs keep values in slots, where None says that nothing has arrived yet. What a user's function gives
 is checked for it, and an op without outputs gives ``()``.
@@ -41,7 +41,7 @@ is checked for it, and an op without outputs gives ``()``.
 
 
 class Namespace(Protocol):
-    """NumPy, or what has its functions for the arrays of a device."""
+    """NumPy, or a library with its functions for the arrays of a device."""
 
     @property
     def add(self) -> np.ufunc:

@@ -47,7 +47,7 @@ class Crowd:
         count: runs that are in progress.
         most: how many may be; infinity while none has missed its deadline of late.
         ended: how many have ended in time so far.
-        missed: share of the last ones that missed their deadlines.
+        missed: share of the last runs that missed their deadlines.
         missed_s: when the last one did.
     """
 

@@ -271,7 +271,7 @@ class MemoryAccount:
         return lent
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
-        """Stop counting buffers that belong to the caller, who may keep them or feed them again."""
+        """Stop counting buffers that belong to the caller, which may keep them or feed them again."""
         with self._lock:
             self._settle()
             for buffer in buffers:

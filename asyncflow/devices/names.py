@@ -1,4 +1,4 @@
-"""Device names (``cuda:1``), and partial ones that constrain placement (``cuda``)."""
+"""Device names (``cuda:1``), and partial names that constrain placement (``cuda``)."""
 
 from __future__ import annotations
 

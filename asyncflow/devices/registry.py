@@ -1,4 +1,4 @@
-"""Device lookup: the devices of a machine, and the ones that a session names."""
+"""Device lookup: the devices of a machine, and the devices that a session names."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Swapping(Mover):
 
     Attributes:
         start_ns: the time that a copy is expected to take whoever launches kernels.
-        has_file: True if streams wait for all values except those that must be read from a file first.
+        has_file: True if streams wait for all values except values that must be read from a file first.
         is_at_rest: stores keep their values, and no value of theirs is away.
     """
 

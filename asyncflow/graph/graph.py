@@ -418,7 +418,7 @@ class Subgraph(Graph):
         return f"<Subgraph {self.label} of {len(self.nodes)} nodes>"
 
     def can_use(self, graph: Graph) -> bool:
-        """See `Graph.can_use`: those of enclosing graphs too."""
+        """Return True if values of `graph` can be imported here: of this graph, or of one around it."""
         return graph is self or self.parent.can_use(graph)
 
     def add_input(self, spec: Spec, name: str) -> Tensor:

@@ -76,7 +76,7 @@ def lift(
     Effects in the body run before any of the values is there. The body is left as it is.
 
     Args:
-        body: what a function of one row has built; what it captures is the same for every row.
+        body: the nodes that a function of one row has built; values that it captures are the same for every row.
         known: its values that are given.
         wanted: its values that are asked for.
         count: how many rows there are.

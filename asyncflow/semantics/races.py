@@ -64,7 +64,7 @@ def find_races(
     Quick, for programs of any size: it tries no orders (that does `explore`). For each pair it asks if a path or a soft
     order leads from one to the other, through branches, and from iteration to iteration. So it may name pairs that make
     no difference to the values at hand, and leaves out none that does. Two writes that commute are no race as long as
-    nobody looks at what they give: `assign_add` and `assign_sub` of integers.
+    no node reads their results: `assign_add` and `assign_sub` of integers.
 
     In a queue, two that put in race, and two that take out, as the order of elements follows theirs. An enqueue and a
     dequeue do not race, since a dequeue waits for its element and an enqueue for room. In a `ShuffleQueue`, a

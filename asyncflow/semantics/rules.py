@@ -3,23 +3,23 @@
 =================  ==================================================================================================
 node               rule
 =================  ==================================================================================================
-operation          fires once its inputs are there and what it waits for is done; its outputs are its kernel's
+operation          fires once its inputs are there and its waits are over; its outputs are its kernel's
 read, write        likewise; the resource and the outputs change in one step (Read-x, Assign-x, Assign-f-x)
 enqueue, dequeue   likewise, once the queue lets it, in one step for all of its elements; until then it has not begun
 lock, unlock       a section of a mutex begins once no other is under way, and ends
 barrier            comes, and is done with the last of as many as wait for one another
 input              takes the next element, or says whether there is one: they are the same in every order
 cond               once the predicate is there, the nodes of the branch taken wait, each for its own inputs, and the
-                   results leave one by one (Switch, Merge); those of the other branch are dead and never fire
-while              the predicate's nodes wait in each iteration that has begun, and once it holds those of the body; a
+                   results leave one by one (Switch, Merge); nodes of the other branch are dead and never fire
+while              the predicate's nodes wait in each iteration that has begun, and once it holds the body's; a
                    variable enters the next iteration as soon as its value is there (Enter, Merge, NextIteration), and
                    leaves when the predicate does not hold (Exit)
 any, failing       a kernel that raises has no effect; it ends the run, at any moment from when its inputs are there
 =================  ==================================================================================================
 
 All but reads, writes and failures is the same whenever it happens, and so happens at once: `Rules.settle`. In a graph
-with ordered effects each resource that a loop writes has its turn: what touches it waits for all in the last iteration
-that does, and a body for all effects of its predicate. No more than `parallel_iterations` are under way.
+with ordered effects each resource that a loop writes has its turn: a node that touches it waits for all nodes of the
+last iteration that does, and a body for all effects of its predicate. No more than `parallel_iterations` are under way.
 """
 
 from __future__ import annotations

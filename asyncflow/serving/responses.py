@@ -103,12 +103,12 @@ def error_response(
     ======================================================== =========================================================
     error                                                    status
     ======================================================== =========================================================
-    `FeedError`                                              422, with the message: what was fed, and what fits
+    `FeedError`                                              422, with the message: the feeds, and what fits
     `OverloadedError`                                        503, or 429, with the header ``Retry-After``
     `DeadlineExceeded`, and any other ``TimeoutError``       504, or 408
     `SessionClosedError`, which drained sessions raise, too  503, with ``Retry-After``
     `DeviceLostError`, `OutOfMemoryError`                    503, with ``Retry-After``
-    `ClientDisconnected`, and a cancelled run                499, which nobody receives
+    `ClientDisconnected`, and a cancelled run                499, which no client receives
     any other                                                500
     ======================================================== =========================================================
 

@@ -41,7 +41,7 @@ class RunPart:
         priority: among waiting runs, lower values go first.
         emitter: receives the items of a run that streams; None for other runs.
         run: its number in traces.
-        trace: what it is recorded into; None if it is not.
+        trace: the trace that the run is recorded into; None without one.
         in_line: tasks of it that wait for other runs, and functions that say what for.
         on_wait: is called when one of them begins to.
         back: gives None if the run has its place in the session, and else waits for it; None if it never gives it away.

@@ -1,4 +1,4 @@
-"""The gradient of `cond`: a `cond` on the same predicate, whose branches differentiate those of the forward one.
+"""The gradient of `cond`: a `cond` on the same predicate, whose branches differentiate the forward branches.
 
 Values of a forward branch that its gradient needs become results of the forward `cond`. In the other branch these
 results are empty, and never read (EuroSys '18 §5).

@@ -32,7 +32,8 @@ class Layout:
     """Lays out the nodes of one device of a flat graph.
 
     Attributes:
-        sources: the nodes, and constants of all devices, since each partition has its own copy of those it uses.
+        sources: the nodes, and constants of all devices, since each partition has its own copy of the constants it
+            uses.
         frame_of: the frame of every node.
         streams: which compute stream a node runs on; 0 for those left out.
         bind: gives a node's kernel.

@@ -280,8 +280,8 @@ def _gate_variable(merges: Sequence[Tensor], loop: WhileNode) -> int | None:
     late.
 
     In a loop over several devices only a counter will do: nodes that wait for a slow variable would be received too
-    late for iterations to overlap. A sum is such a variable too, so there the counter has to be one that the predicate
-    reads. Without one, None asks for a control loop.
+    late for iterations to overlap. A sum is such a variable too, so there the counter has to be a variable that the
+    predicate reads. Without one, None asks for a control loop.
     """
     condition = loop.predicate
     read = {*condition.results, *(tensor for node in condition.nodes for tensor in node.inputs)}

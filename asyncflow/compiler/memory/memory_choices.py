@@ -207,7 +207,7 @@ def fits(way: Way, figures: LoopFigures) -> bool:
 
 
 def _ways(figures: LoopFigures) -> Iterator[Way]:
-    """Yield the ways that may be the best, beginning with the one that keeps everything."""
+    """Yield the ways that may be the best, beginning with the way that keeps everything."""
     for number, saving in enumerate(figures.savings):
         most = 0 if figures.copy_ns_per_byte is None else len(saving.sizes)
         for moved in range(most + 1):

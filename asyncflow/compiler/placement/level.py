@@ -1,4 +1,4 @@
-"""One level of a structured graph, the root's nodes or those of a body, as a problem for `list_schedule`.
+"""One level of a structured graph, the root's nodes or the nodes of a body, as a problem for `list_schedule`.
 
 A loop's level holds its predicate and its body, several iterations of them if they may overlap. Their overlap then
 shows in the simulated execution as well, and stages of a pipeline pay.

@@ -22,7 +22,7 @@ _AS_GOOD = 1.03
 _WORTH_A_MOVE = 1.005
 
 _MOST_GATHERINGS = 4
-"""Maximum number of devices tried as the one that keeps everything together."""
+"""Maximum number of devices tried as the device that keeps everything together."""
 
 _MOST_ON_FEWER = 60_000
 """Maximum number of tasks, times allowed devices, placed on fewer devices than there are."""

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def ordered(things: Iterable[T], needs: Callable[[T], Iterable[T]]) -> list[T]:
-    """Return `things`, each behind the ones that it `needs`, which move forward if necessary."""
+    """Return `things`, each behind the things that it `needs`, which move forward if necessary."""
     present = dict.fromkeys(things)
     done: dict[T, None] = {}
     begun: set[T] = set()

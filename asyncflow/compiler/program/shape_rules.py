@@ -1,7 +1,7 @@
 """Shapes of values that a run does not compute, found from the shapes of their node's inputs.
 
 A gradient often asks for the shape of a forward value and nothing else of it: to sum to it, to make ones of it, or to
-check what it was given. The rule by which the graph was typed tells it, without arithmetic and without the values.
+check a given gradient. The rule by which the graph was typed tells it, without arithmetic and without the values.
 """
 
 from __future__ import annotations

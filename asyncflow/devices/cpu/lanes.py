@@ -13,7 +13,7 @@ Which threads there are. A firing is *short*, *medium* or *long* by its expected
 
     lane                  0 ... n-1    n    n+1    n: the device's share of the cores, at most 8, at least `planned`
     long                     x
-    medium, unmeasured       x         x           so that one that proves long does not hold up short ones
+    medium, unmeasured       x         x           so that a firing that proves long does not hold up short ones
     unmeasured, with others
     of its node under way    x                     so that a burst of them does not hold up the first of another node
     short                    x         x     x     so that it need not wait for anything but others of its kind

@@ -4,7 +4,7 @@
 any other kernel            called with CuPy arrays while its stream is the current one; nothing waits
 counters and predicates     kernels of rank-0 integers and booleans whose inputs are on the host stay there
 kernels of the host         (data-dependent shapes, printing, the user's functions) inputs are copied to the
-                            host and waited for, but for those that stay; outputs are copied in
+                            host and waited for, but for staying values; outputs are copied in
 a region                    one call enqueues all its kernels; see `CudaRegionLauncher`
 ==========================  =================================================================================
 """

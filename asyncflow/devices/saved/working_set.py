@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 _GUESS = 2
-"""Factor on another loop's bytes for an iteration's expected bytes, until those are measured."""
+"""Factor on another loop's bytes for an iteration's expected bytes, until the iteration's own are measured."""
 
 _MEASURED = 3
 """Number of measured iterations of a loop that suffice."""

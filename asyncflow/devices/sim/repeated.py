@@ -1,6 +1,6 @@
 """Launchers that reuse the findings of an earlier call whose inputs had the same dtypes and shapes.
 
-A loop calls each of its kernels once an iteration, mostly with inputs like those of the iteration before. `SimLauncher`
+A loop calls each of its kernels once an iteration, mostly with inputs like the previous iteration's. `SimLauncher`
 would find out everything again: the dtypes and shapes of the outputs, the cost, and the memory that they are in. The
 launchers here keep these findings (`_Known`), by a key of the inputs' dtypes and shapes.
 

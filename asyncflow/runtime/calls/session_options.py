@@ -81,7 +81,7 @@ class SessionOptions:
             predicted to fit into `memory_limit`; else a plan moves some away and back (`while_loop`), computes others
             again, and runs some iterations again, whatever is predicted to take least time.
             ``plan.explain(memory=True)`` shows the choice, and the cost of less memory. If only a run knows the number
-            of iterations, the ones that fit keep their values, and the others run again; or values move once memory is
+            of iterations, fitting iterations keep their values, and the others run again; or values move once memory is
             short. ``"keep"`` leaves them where they are. ``"swap"`` moves all that are large from the first byte.
             ``"recompute"`` has loops save their variables once a segment of iterations, and gradients run each segment
             forward again: of n iterations, about ``2 * sqrt(n)`` are held, for the time of one more forward loop. A

@@ -1,7 +1,7 @@
 """Entrances and exits of a partition's values: Send, Recv, the copy to the host, and streamed items.
 
 Between devices, values meet in the run's rendezvous; see there. A Send is done when its value is handed over, except
-the one that brings a loop's predicate to another device. That one is done when the iteration has ended there. So the
+a Send that brings a loop's predicate to another device. Such a Send is done when the iteration has ended there. So the
 window of `parallel_iterations` at the predicate's device holds for the loop as a whole, and partitions are at most that
 far apart. On an asynchronous device an iteration has ended when its launched work has.
 """

@@ -294,7 +294,7 @@ class Recorder:
     def _add(self, firing: Firing, sample: tuple[int, ...] | None = None) -> None:
         """Record a firing, and the bytes that its device held; the first figure is the time.
 
-        What it holds now where nothing is said, and nothing where there are no figures.
+        Without a sample, the bytes held now are recorded, and none where the device has no figures.
         """
         trace = self._trace
         if len(trace.firings) >= trace.capacity:

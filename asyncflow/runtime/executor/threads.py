@@ -50,7 +50,7 @@ def launch_on_a_thread(
     size: int,
     begun: Paused | None = None,
 ) -> None:
-    """Start a firing on inputs of `size` elements, or continue one that has `begun` on the event loop."""
+    """Start a firing on inputs of `size` elements, or continue a firing that has `begun` on the event loop."""
     assert node.kernel is not None
     work: Callable[..., object] = node.kernel if begun is None else begun.go_on
     args = tuple(inputs) if begun is None else ()

@@ -234,7 +234,7 @@ class InFlight:
             self.ended.set()
 
     async def wait(self, is_over: Callable[[], bool], grace_s: float | None) -> None:
-        """Wait until ``is_over()`` holds, asked whenever a run has ended, or for so many seconds."""
+        """Wait until ``is_over()`` holds, asked whenever a run has ended, for `grace_s` seconds at most."""
         self.ended = ended = self.ended or asyncio.Event()
         try:
             async with asyncio.timeout(grace_s):

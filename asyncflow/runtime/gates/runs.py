@@ -468,7 +468,7 @@ class Runs:
             self.batches.clear()
 
     async def drain(self, why: str, grace_s: float) -> None:
-        """Refuse new calls, give earlier ones so many seconds to end, then stop the rest."""
+        """Refuse new calls, give earlier ones `grace_s` seconds to end, then stop the rest."""
         in_flight = self.in_flight
         in_flight.drained = why
         if self.batches is not None:
@@ -482,7 +482,7 @@ class Runs:
         await in_flight.wait(lambda: not in_flight.runs, None)
 
     async def end(self, grace_s: float) -> None:
-        """Give runs in flight so many seconds to end; stop streams whose consumers have gone at once."""
+        """Give runs in flight `grace_s` seconds to end; stop streams whose consumers have gone at once."""
         in_flight = self.in_flight
         if self.batches is not None and in_flight.runs:
             self.batches.hurry()

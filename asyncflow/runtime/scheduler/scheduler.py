@@ -111,7 +111,7 @@ class Scheduler:
     """Runs one partition once: `start`, then `next_firing` and `complete` until `done`.
 
     Args:
-        partition: what to run.
+        partition: the partition to run.
         seed: None fires in the order in which nodes became ready; a number picks among the ready ones at random, to
             show that results do not depend on the order.
         max_iterations: most iterations of one frame; None for no limit.

@@ -54,7 +54,7 @@ class SessionStatistics(NamedTuple):
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late, and
             requests that a server refused ahead (`asyncflow.serving`).
         batches: of each batched function that runs have called, by its name in the graph.
-        late: of runs that were not started, the ones that had waited, and whose turn came too late.
+        late: number of refused runs whose turn came too late.
         queued_bytes: with `max_queued_bytes`, bytes of the feeds of queued runs.
         aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, or for the consumer of
             their stream, and have given their place to others until they go on. Runs that wait for an atomic run

@@ -15,7 +15,7 @@ _FRESH = 0.25
 """Weight of a new measurement against the earlier mean."""
 
 _MOST_GROWN = 2
-"""A call that takes more than so many times its mean was held up, and teaches no more than that."""
+"""A call that takes more than this multiple of its mean was held up, and teaches no more than that."""
 
 _SURE = 3
 """Number of measurements that make a size known; before, it may be better than it seemed."""
@@ -24,7 +24,7 @@ _NEWS = 0.1
 """Relative change of a mean that makes other sizes the best ones."""
 
 EXPLORE = 32
-"""One call in so many tries another size than the best known: a size that was slow may not be any more."""
+"""One call in 32 tries another size than the best known: a size that was slow may not be any more."""
 
 _SHORT_NS = 1_000_000
 """Differences up to this may be noise."""
@@ -33,10 +33,10 @@ _WORTH_NS = 2_000_000
 """Calls that take less are made whole: to start another is work, too, and what keeps a thread waiting is chance."""
 
 _LATE = 2
-"""Answered members are expected back with so many times the usual deviation from their mean time."""
+"""Answered members are expected back with this multiple of the usual deviation from their mean time."""
 
 _PATIENT = 1.5
-"""Waiting for members lasts at least so many times their usual time: to give up just before they come loses most."""
+"""Waiting for members lasts at least this multiple of their usual time: to give up just before they come loses most."""
 
 
 @dataclass(slots=True)
@@ -170,9 +170,9 @@ class CallCosts(SizeTimes):
     _used: dict[int, float] = field(default_factory=dict)
     """Times by which the sizes below were chosen."""
     _in_all: list[float] = field(default_factory=list)
-    """The least time for so many members."""
+    """The least time for each number of members."""
     _first: list[int] = field(default_factory=list)
-    """Size of the first call in the division of so many members that takes least time."""
+    """By number of members, the size of the first call in the division that takes least time."""
     _most: int = 0
     """The most members that could share a call when these were computed."""
     _line: tuple[float, float] | None = None
@@ -221,9 +221,7 @@ class CallCosts(SizeTimes):
         return self._first[waiting]
 
     def parts(self, size: int, random: Random) -> int:
-        """Return into how many calls, made at once, so many members are best cut; now and then another number is
-        tried.
-        """
+        """Return the best number of calls, made at once, for `size` members; now and then another number is tried."""
         like = _size_class(size)
         if self.threads == 1 or 1 not in self._in_parts or self._in_parts[1].predict_ns(like) < _WORTH_NS:
             return 1

@@ -36,7 +36,7 @@ class CopyThread(ThreadStream):
         return [await self._made(value.copied) if type(value) is LargeFeed else value for value in values]
 
     async def of_results(self, values: Sequence[Any], *, shared: bool = False) -> list[Value]:
-        """Return fetched values, with copies of large ones that other code references: also the run, if they are
+        """Return fetched values, with copies of large values that other code references: also the run, if they are
         `shared`.
         """
         results = list(values)

@@ -191,7 +191,8 @@ class PriorityOrder:
 
 
 class BucketOrder:
-    """Bucket order: elements of one bucket together, from the bucket with the oldest element among those with enough.
+    """Bucket order: elements of one bucket together, from the bucket with the oldest element among buckets with enough
+    elements.
 
     If no bucket has enough, which matters only when no more can come in, the oldest of all.
 

@@ -8,7 +8,7 @@ nothing. A put copies first and then waits; a take waits and then copies, and is
 stage    a put                                    a take
 =======  =======================================  =================================================================
 WAITING  for room                                 for elements
-COPYING  what it was given                        the elements in its hand, which for others are in the queue still
+COPYING  the elements that it was given           the elements in its hand, which for others are in the queue still
 MADE                                              its elements leave the queue
 =======  =======================================  =================================================================
 """

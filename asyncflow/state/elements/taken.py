@@ -31,7 +31,7 @@ GivenBack: TypeAlias = Callable[[Sequence[Element], object], None]
 class Taken:
     """The elements that a run has taken since the last effect of it that outlasts the run.
 
-    One thread at a time uses it: the event loop's, or the one that a firing of the run is on.
+    One thread at a time uses it: the event loop's, or the thread of a firing of the run.
 
     Attributes:
         count: number of these elements.

@@ -9,7 +9,7 @@ Where a value is:
 ======================  ====================  ==================================================
 written last by         the value is          read elsewhere, in this or another session
 ======================  ====================  ==================================================
-nobody, or the host     an array of NumPy's   copied by a device with a memory of its own, once
+no run, or the host     an array of NumPy's   copied by a device with a memory of its own, once
 such a device           a `HeldValue` there   copied by the device or host that reads it, once
 a simulated device      an array of NumPy's   as it is, which takes no virtual time
 a session that closed   an array of NumPy's   as above: closing brings it to the host

@@ -10,11 +10,11 @@ Three objects, so that dropping a stream ends its thread::
 |---------------------|----------------------------|----------------------|----------------------------------------|
 | idle                | creation                   | starts the thread    | does not exist                         |
 | serving             | first work                 | appends              | does jobs in order                     |
-| stopped             | `stop`, or stream dropped  | `SessionClosedError` | does what is queued, then ends         |
+| stopped             | `stop`, or stream dropped  | `SessionClosedError` | does its queued work, then ends        |
 | abandoned           | `aclose` ran out of grace  | `SessionClosedError` | ends its job, refuses the rest, ends   |
 | forked              | fork, in the child         | `SessionClosedError` | does not exist                         |
 
-NumPy and BLAS release the GIL inside large kernels, which is what makes a thread worth having.
+NumPy and BLAS release the GIL inside large kernels, so a thread is worth having.
 """
 
 from __future__ import annotations

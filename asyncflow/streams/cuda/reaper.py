@@ -7,16 +7,16 @@ for all::
 
     loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
 
-A stream does its work in order, so the oldest ticket never holds up one that could be delivered. Python code never runs
-on a driver thread. A host function would stall its stream until it has the GIL, and may deadlock with a thread that has
-the GIL and waits for the driver. The driver does not call it at all once the device is in error.
+A stream does its work in order, so the oldest ticket never holds up another that could be delivered. Python code never
+runs on a driver thread. A host function would stall its stream until it has the GIL, and may deadlock with a thread
+that has the GIL and waits for the driver. The driver does not call it at all once the device is in error.
 
 | state of a `Reaper` | enters by                 | giving a ticket      | the thread                                 |
 |---------------------|---------------------------|----------------------|--------------------------------------------|
 | idle                | creation                  | starts the thread    | does not exist                             |
 | serving             | first ticket              | appends              | completes tickets in order                 |
-| lost                | a CUDA error              | appends              | fails what it has and gets, makes no calls |
-| stopped             | `stop`, or stream dropped | `SessionClosedError` | completes what it has, then ends           |
+| lost                | a CUDA error              | appends              | fails its tickets old and new, no calls    |
+| stopped             | `stop`, or stream dropped | `SessionClosedError` | completes its tickets, then ends           |
 | forked              | fork, in the child        | `SessionClosedError` | does not exist                             |
 """
 

@@ -123,8 +123,9 @@ class CudaStream:
     def __enter__(self) -> CudaStream:
         """Activate this stream on the thread, with its device and pool, for one block without ``await``.
 
-        Blocks of any streams nest, and each restores what it found, whatever is raised in it. Entering the active
-        stream again costs next to nothing, because no other code is expected to make another stream or device current.
+        Blocks of any streams nest, and each restores the stream before it, whatever is raised in the block. Entering
+        the active stream again costs next to nothing, because no other code is expected to make another stream or
+        device current.
         """
         thread = active
         outer = thread.stream
@@ -170,8 +171,8 @@ class CudaStream:
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
         """Call ``work(*args)`` now, with this stream active: the call launches.
 
-        What it launches is done after all earlier work. A failure to launch is kept, and raised by the next event that
-        is awaited. Failures that no event has raised are logged when the stream is closed.
+        Work that it launches is done after all earlier work. A failure to launch is kept, and raised by the next event
+        that is awaited. Failures that no event has raised are logged when the stream is closed.
 
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.

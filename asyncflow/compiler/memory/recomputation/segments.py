@@ -67,7 +67,7 @@ def segments(graph: Graph) -> list[str]:
     """Rewrite all loops of `graph` that may be rewritten, in place.
 
     Returns:
-        Returns a line for people for each loop that saves values: what is done, or why nothing is done.
+        Returns a line for people for each loop that saves values: the decision, or why nothing is done.
 
     Raises:
         GraphError: a loop would have to run a node twice that must not be.
@@ -102,7 +102,7 @@ def _refused(loop: SegmentedLoop) -> GraphError:
 def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
     """Yield the loops of `graph` that save values for its gradients, inner loops before outer ones.
 
-    Each is looked at when its turn comes, so that those before it may have been rewritten.
+    Each is looked at when its turn comes, so that loops before it may have been rewritten.
     """
     saved: dict[str, int | None] = {}
     for each in find_saved(graph):

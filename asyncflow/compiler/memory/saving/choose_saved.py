@@ -1,7 +1,7 @@
 """Pass: chooses the values of a loop to save, so that its gradient can compute the others cheaply, if that takes less
 memory.
 
-A gradient is built from the values that its rules ask for, and a loop saves each of them. Among the values that those
+A gradient is built from the values that its rules ask for, and a loop saves each of them. Among the values that these
 are computed from by cheap ops (elementwise ones, casts and views), a minimum cut (`min_cut`) finds the set of least
 bytes. The gradient's body computes the others again, next to their use, by the same kernels from the same inputs. An
 LSTM cell need not save tanh(c) beside c.
@@ -96,7 +96,7 @@ class SavedChange:
         wanted: the values that those stores hold.
         pinned: values that are saved in any case, and their stores.
         depth: from how many loops, at most, stores are taken out.
-        values: of the forward body, read by gradients or possible sources for computing those.
+        values: of the forward body, read by gradients or possible sources of values that gradients read.
         numbers: the place of each among them.
         kept: the values to save, besides pinned ones.
         again: the nodes to compute again.

@@ -22,12 +22,12 @@ class Cut(NamedTuple):
 def smallest_cut(
     costs: Sequence[int], prices: Sequence[int | None], inputs: Sequence[Collection[int]], needed: Collection[int]
 ) -> Cut:
-    """Return the cut of least cost; of several, the one that computes as little as possible again.
+    """Return the cut of least cost; of several, the cut that computes as little as possible again.
 
     Args:
         costs: of keeping each value.
         prices: of computing each again, once its inputs are there; None where that cannot be done.
-        inputs: the values that each is computed from, without those that are there anyway.
+        inputs: the values that each is computed from, except values that are there anyway.
         needed: the values that have to be there.
     """
     count = len(costs)

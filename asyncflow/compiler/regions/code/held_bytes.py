@@ -75,7 +75,7 @@ class _Buffer:
     """Memory of values, or a store.
 
     Attributes:
-        nbytes: what it takes; of a store, the values saved in the replay.
+        nbytes: its size; of a store, the values saved in the replay.
         spec: of a value whose shape is open; None for any other.
         is_store: a store, whose bytes the account counts.
         of_stores: it has stores, which count by themselves.

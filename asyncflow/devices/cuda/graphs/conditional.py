@@ -7,8 +7,8 @@ one thread sets (`SOURCE`)::
     IF     predicate → set_branch → IF [ true branch → results | false branch → results ]
     WHILE  variables, predicate → set_loop → WHILE [ next values → variables → predicate → set_loop ]
 
-A handle's default value would be its value when the graph is launched, and never again: in a loop it keeps what it was
-set to last. So no handle has a default here: whenever a node is about to run, a kernel has just set its handle.
+A handle's default value would be its value when the graph is launched, and never again: in a loop it keeps its last set
+value. So no handle has a default here: whenever a node is about to run, a kernel has just set its handle.
 
 An IF node has both branches (CUDA 12.8 and later; older versions refuse the node, and the host drives the loop). Two
 nodes with one branch each would do as well, with two handles that have to be set to opposite values. With one handle

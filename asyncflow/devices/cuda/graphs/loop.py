@@ -151,7 +151,7 @@ class LoopGraph:
         variables: Sequence[Value],
         captures: Sequence[Value],
     ) -> None:
-        """Capture; a private pool is the stream's pool meanwhile. The arguments are those of `DeviceLoop`."""
+        """Capture; a private pool is the stream's pool meanwhile. The arguments are as in `DeviceLoop`."""
         self._cupy = cupy
         self._raw = raw
         rehearsal = Rehearsal()

@@ -168,8 +168,8 @@ class PinnedSlab:
     def wait_for(self, nbytes: int, call: Call) -> None:
         """Call ``call(buffer)`` once, with ``nbytes``, when there is room and all earlier requests are served.
 
-        It is called from `PinnedBuffer.free`, or from here where there is room. ``call`` owns the buffer, and frees one
-        that is no longer wanted. An exception of ``call`` is raised from the place that called it.
+        It is called from `PinnedBuffer.free`, or from here where there is room. ``call`` owns the buffer, and frees a
+        buffer that is no longer wanted. An exception of ``call`` is raised from the place that called it.
 
         Raises:
             RuntimeError: the slab is closed.

@@ -9,7 +9,7 @@ its order protects the memory.
 Values for the spill file pass through pinned memory, a few at a time; a thread writes and reads. Streams cannot wait
 for a value in the file, so the launcher of its reader waits (`must_wait`, `throttle`).
 
-All methods, except those for dying stores, belong to the thread of the event loop.
+All methods, except the methods for dying stores, belong to the thread of the event loop.
 """
 
 from __future__ import annotations
