@@ -1,18 +1,18 @@
-"""`Admission` stands in front of the runs of a session with `max_runs`: whoever has to wait does so here.
+"""`Admission` stands before the runs of a session with `max_runs`: a run that has to wait for its place waits here.
 
 Which run that is, and when its turn comes, says `RunQueue`. Runs asked for by a run of the same
 session are part of that one: they never wait here, where they might wait for themselves.
 
 With ``max_runs="auto"`` runs wait for others of about their own length alone, so each length has a queue of its own: a
 run of 5 ms does not wait behind one of a minute. A plan that has never been run has a queue for itself. A place is for
-a run that computes. A run has none while all that is left of it waits, be it in a coroutine or for the consumer of its
+a run that computes. A run has no place while everything left of it waits, in a coroutine or for the consumer of its
 stream, or once it takes too long (`RunQueue.let_go`). Runs that share batches or pools need none at all: the more there
 are, the less each costs.
 
-A run steps aside when all that is left of it waits in lines of queues, inputs, mutexes and barriers, or for the
-consumer of its stream (`Run.look_aside`), and comes back before a kernel of it goes on. It claims its element, or
-whatever else it was called for, before it has its place again: others may stand behind it in the line of the queue.
-While a run is aside, runs that wait for atomic ones step aside as well: the atomic run may be the one that waits at a
+A run steps aside when everything left of it waits in lines of queues, inputs, mutexes and waiting nodes, or for the
+consumer of its stream (`Run.look_aside`); it comes back before a kernel of it goes on. It claims its element, or
+whatever it was called for, before it has its place again: other runs may stand behind it in the line of the queue.
+While a run is aside, runs that wait for atomic runs step aside as well: the atomic run may be the run that waits at a
 queue.
 """
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SPARE_PLACES = 2
-"""With ``max_runs="auto"``, so many more runs have places than there are threads."""
+"""With ``max_runs="auto"``, the number of places beyond the number of threads."""
 
 _WAITING_S = 0.000_2
-"""A run that has coroutines and computes for less than this is one that only waits."""
+"""A run that has coroutines and computes for less than this only waits."""
 
 _LEAST_RETRY_S = 0.05
 
@@ -59,7 +59,7 @@ _KEPT_S: Final = 1.0
 """The time for which a place is kept for an expected run: clients that send a body slowly must not fill the queue."""
 
 _LATELY_S: Final = 10.0
-"""With ``max_runs="auto"``, a length for which no run has come for this time tells nothing of requests."""
+"""With ``max_runs="auto"``, a length without a run for this time tells nothing of requests."""
 
 
 class ExpectedRun:
@@ -95,13 +95,13 @@ _expected: ContextVar[ExpectedRun | None] = ContextVar("asyncflow_expected_run",
 
 @dataclass(slots=True, eq=False)
 class AdmissionTicket(QueuedRun):
-    """The leave to have one run in flight, or the wait for it.
+    """The leave to have a run in flight, or the wait for it.
 
     Attributes:
-        admission: that gave it; None after the end.
-        turn: admitted when it may start, refused if it never will; None for one that never had to wait.
-        go_on: is called when it comes back after it has stepped aside; None where that is not waited for.
-        queue: that it stands in, or has its place of.
+        admission: the admission that gave the ticket; None after the end.
+        turn: admitted when the run may start, refused if it never will; None for a run that never had to wait.
+        go_on: is called when the run comes back after it has stepped aside; None where that is not waited for.
+        queue: the queue in which the run stands, or has its place.
     """
 
     queue: RunQueue[AdmissionTicket] = field(kw_only=True)
@@ -120,24 +120,24 @@ class AdmissionTicket(QueuedRun):
 
     @property
     def is_auto(self) -> bool:
-        """Whether the run gives its place to others for whatever it waits for."""
+        """True if the run gives its place to others for whatever it waits for."""
         return self.queue.is_auto
 
     @property
     def is_gone(self) -> bool:
-        """Whether its caller was cancelled."""
+        """True if the caller was cancelled."""
         return self.turn is not None and self.turn.is_leaving
 
 
 class SessionLoad(NamedTuple):
-    """How busy a session is at one moment, for a server that decides whether to take a request (`Session.load`).
+    """The load of a session at one moment, for a server that decides whether to take a request (`Session.load`).
 
     With ``max_runs="auto"``, runs of each length have places of their own; `wait_s` and `is_full` then tell of the
     length that waits longest. Without a limit nothing waits: `queued` and `wait_s` are 0.
 
     Attributes:
-        running: runs that have a place: those in flight, but for runs that wait themselves and those that share
-            batches or pools with ``max_runs="auto"``; without a limit all that are in flight.
+        running: number of runs that have a place. With ``max_runs="auto"``, runs in flight that wait themselves, or
+            share batches or pools, have none. Without a limit, all runs in flight count.
         queued: runs that wait for a place.
         wait_s: seconds that a run would wait for its place if it came now, as far as earlier runs tell.
         is_full: True if such a run would be refused, as `max_queued` or `max_queued_bytes` are reached.
@@ -150,7 +150,7 @@ class SessionLoad(NamedTuple):
 
 
 class Admission:
-    """Lets runs in.
+    """Lets runs start within the limits of a session.
 
     Args:
         options: of the session.
@@ -159,10 +159,10 @@ class Admission:
 
     Attributes:
         is_auto: True with ``max_runs="auto"``.
-        queues: which runs are in flight, and which wait; with `is_auto` by their length, or for those whose length is
-            not known by what they cost, else there is one.
-        refused: how many runs were not started.
-        late: how many of these because their time was up before their turn.
+        queues: which runs are in flight, and which wait. With `is_auto` there is a queue per length, or per cost where
+            the length is unknown; else there is one queue.
+        refused: number of runs that were not started.
+        late: number of these whose deadline passed before their turn.
         expected: runs that requests will ask for, in the order of the requests.
     """
 
@@ -181,23 +181,23 @@ class Admission:
         self._held: list[int] = []
         """Bytes of each that are there without runs."""
         self._held_up: dict[AdmissionTicket, None] = {}
-        """Tickets of runs that wait for atomic ones."""
+        """Tickets of runs that wait for atomic runs."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         """For each queue in which runs wait, when one in flight will have taken too long."""
 
     def enter(
         self, plan: Plan | None, ask: Ask, values: Sequence[Value], turn: object, calls: int, number: int
     ) -> AdmissionTicket | None:
-        """The ticket of a run, as of `apply`; None for one that needs no place.
+        """Return the ticket of a run, as `apply` does; None for a run that needs no place.
 
-        With `is_auto` a place costs a run 5 µs, or 15 µs with a coroutine. While few calls are in progress none needs
-        one, nor do runs that wait and hardly compute. One run in 64 has a place all the same, from which the queue
+        With `is_auto` a place costs a run 5 µs, or 15 µs with a coroutine. While few calls are in progress no run needs
+        a place, nor do runs that wait and hardly compute. One run in 64 has a place all the same, from which the queue
         learns what runs of this plan take now.
 
         Args:
             plan: of such runs; None if there is none yet.
-            ask: what is asked.
-            values: what is fed to it.
+            ask: the options of the call.
+            values: the values fed to it.
             turn: the session's share of the event loop; what runs of the session ask for is part of them.
             calls: how many are in progress.
             number: of the run.
@@ -263,8 +263,8 @@ class Admission:
     def expect(self, deadline_s: float, now_s: float, priority: int = 0) -> ExpectedRun:
         """Keep a place for a run that a request will ask for.
 
-        With `is_auto` nobody knows how long the run is, nor whether it needs a place. It is refused where runs of all
-        lengths of late would be, and no place is kept.
+        With `is_auto` the length of the run is unknown, and so is whether it needs a place. The request is refused
+        where runs of all recent lengths would be, and no place is kept.
 
         Raises:
             OverloadedError: as far as can be told before the run is known, `apply` would raise it.
@@ -297,14 +297,15 @@ class Admission:
     def apply(
         self, plan: Plan | None, deadline_s: float, now_s: float, priority: int = 0, values: Sequence[Value] = ()
     ) -> AdmissionTicket:
-        """The ticket of a run, which may start, or else has to `wait`; `leave` has to be called however it goes on.
+        """Return the ticket of a run that may start, or has to `wait`; `leave` has to be called however the run goes
+        on.
 
         Args:
             plan: of such runs; None if there is none yet.
-            deadline_s: when it has to have ended, in the event loop's time; infinity for no matter when.
+            deadline_s: when the run has to have ended, in the event loop's time; infinity without a deadline.
             now_s: that time.
             priority: lower ones go first.
-            values: what is fed to it.
+            values: the values fed to it.
 
         Raises:
             OverloadedError: it may not even wait.
@@ -411,7 +412,9 @@ class Admission:
         self._held = [account.lap("runs")[1] for account in self._accounts]
 
     def _needed(self, ticket: AdmissionTicket) -> int:
-        """Bytes that a run needed of the device on which that was most: what was there beside what others reserve."""
+        """Return the bytes that a run needed on its fullest device: the bytes held there, less those that other runs
+        reserve.
+        """
         most = max(account.lap("runs")[0] - held for account, held in zip(self._accounts, self._held, strict=True))
         return max(0, most - ticket.queue.reserved_by_others(ticket))
 
@@ -422,7 +425,7 @@ class Admission:
         return queued, self.refused, self.late, nbytes, sum(len(each.aside) for each in queues)
 
     def load(self, now_s: float) -> SessionLoad:
-        """Return what `Session.load` does."""
+        """Return the session's load (`Session.load`)."""
         queues = self.queues.values()
         wait_s = max(each.next_wait_s(AdmissionTicket(None, queue=each), now_s) for each in queues)
         running, queued = sum(len(each.in_flight) for each in queues), sum(each.queued for each in queues)
@@ -450,7 +453,7 @@ class Admission:
         self._watch(queue)
 
     def _watch(self, queue: RunQueue[AdmissionTicket]) -> None:
-        """While runs wait, with `is_auto`, have those in flight count no longer once they take too long."""
+        """While runs wait, with `is_auto`, stop counting runs in flight once they take too long."""
         if not self.is_auto:
             return
         timer = self._timers.get(id(queue))

@@ -1,22 +1,23 @@
-"""`atomic=True`: runs that are one step for all others of the session that touch the same states.
+"""Runs with `atomic=True`: each is one step for all other runs of the session that touch the same states.
 
-Such a run claims its states when it is asked for. It *begins* when those in flight that touch them have ended. Until it
-has ended, another run that is asked for
+Such a run claims its states when it is asked for. It *begins* when the runs in flight that touch them have ended. Until
+it has ended, another run that is asked for
 
 ========================================================  ==========================================================
 touches nothing that is claimed                           starts
 is part of the run that has the claim                     starts: it is part of that step
 else                                                      waits until the claim is given up
-and the claiming run waits for one that this is part of,
+and the claiming run waits for a run around this one,
 which it does before it has begun                         goes before it
 and they wait for each other, and both have begun         is refused: `RuntimeError`
-is atomic itself, part of one that touches its states
+is atomic itself, part of a run that touches its states
 and has not claimed them                                  is refused, as it would wait for that one
 ========================================================  ==========================================================
 
-A run that is part of none waits for claims in the order they were made, and nobody in flight waits for it. Only one
-that is part of another can close a circle: its run holds up others while it waits. Whoever is the last to wait finds
-the circle. If a claim in it has not begun, the one that waits for that claim goes before it; else nobody could go on.
+A run that is part of no other waits for claims in the order in which they were made, and no run in flight waits for it.
+Only a run that is part of another can close a circle: the outer run holds up others while the inner one waits. The last
+run of a circle to wait finds it. If a claim in the circle has not begun, the run that waits for it goes before it; else
+no run of the circle could go on.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from asyncflow.streams.holding import RunPart
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """The states that one atomic run has for itself.
+    """The states that an atomic run has claimed for itself.
 
     Attributes:
-        states: what tells them from others.
-        within: the runs that this one is part of.
-        before: runs in flight that it waits for; empty once it has begun.
-        alone: admitted when there are none.
+        states: keys of the states.
+        within: the runs of which the claiming run is part.
+        before: runs in flight for which the claim waits; empty once it has begun.
+        alone: admitted when `before` is empty.
         part: the run, once it has started.
     """
 
@@ -57,7 +58,9 @@ class _HeldUp:
 
 
 class AtomicRuns:
-    """The claims of a session's atomic runs, and who waits for them. Nobody looks here while there is no claim."""
+    """The claims of a session's atomic runs, and the runs that wait for them. Runs ask here only while there is a
+    claim.
+    """
 
     __slots__ = ("_waiters", "claims")
 
@@ -66,7 +69,7 @@ class AtomicRuns:
         self._waiters = Gate[_HeldUp]()
 
     def holds_up(self, states: Collection[Hashable]) -> bool:
-        """Whether a run that touches `states`, and is part of none, has to wait."""
+        """Return whether a run that touches `states`, and is part of no other, has to wait."""
         return any(not claim.states.isdisjoint(states) for claim in self.claims)
 
     async def wait(self, states: Collection[Hashable], within: frozenset[RunPart]) -> None:
@@ -125,7 +128,9 @@ class AtomicRuns:
         self._wake()
 
     def on_start(self, run: Run) -> None:
-        """A run starts: one that goes before a claim is waited for like those in flight when the claim was made."""
+        """Note that a run starts. A run that goes before a claim is waited for like runs in flight when the claim
+        was made.
+        """
         for claim in self.claims:
             if claim.before and not claim.states.isdisjoint(run.states):
                 claim.before.add(run)
@@ -151,22 +156,24 @@ class AtomicRuns:
                 self._waiters.admit(run)
 
     def _conflicts(self, run: _HeldUp) -> list[Claim]:
-        """The claims of others on its states."""
+        """Return the claims of other runs on the waiter's states."""
         return [c for c in self.claims if c.part not in run.within and not c.states.isdisjoint(run.states)]
 
     def _ahead(self, run: _HeldUp) -> list[Claim]:
-        """The claims that it waits for: not those that wait for a run it is part of, while that can be helped."""
+        """Return the claims for which the run waits: without those that wait for a run it is part of, while that is
+        avoidable.
+        """
         within = run.within
         claims = self._conflicts(run)
         return [c for c in claims if not (c.before and within and self._waits_for(c, within, False))]
 
     def _waits_for(self, claim: Claim, parts: frozenset[RunPart], is_final: bool) -> bool:
-        """Whether a claim will not be given up before one of the runs `parts` has ended.
+        """Return whether a claim is kept until one of the runs `parts` has ended.
 
         Args:
-            claim: which.
+            claim: the claim.
             parts: runs.
-            is_final: only if nobody on the way could go before a claim.
+            is_final: count a waiting run only if it cannot go before the claim.
         """
         seen = {claim}
         stack = [claim]

@@ -1,13 +1,13 @@
 """Moments at which a session's state is that between runs, although some are in flight.
 
 A run that writes several variables is *half way* while it is in flight: some may be written, and others not yet. A cut
-is taken as soon as no run is; nobody waits for it, and taking it costs as many references as there are variables. A run
-that waits for a cut itself, at a node that all its writes are ordered with, is not half way.
+is taken as soon as no run is half way; runs do not wait for it, and it costs one reference per variable. A run that
+waits for a cut itself, at a node that all its writes are ordered with, is not half way.
 
-Where runs overlap so that one is always half way, those in flight when the cut was asked for are let end, and then new
-ones that use the same variables wait for those in flight: for `HOLD_S` at most, and when that was not enough, after as
-many more have ended, for four times as long. It is never for good, as one in flight may itself wait for one that is
-held up, in a way that nobody here knows of.
+Runs may overlap so that one is always half way. Then the runs in flight when the cut was asked for end first, and new
+runs that use the same variables wait: for `HOLD_S` at most. If that was not enough, the next wait is four times as
+long, after as many more runs have ended. No run is held up for good: a run in flight may wait for a run that is held
+up, in a way that the session cannot see.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from asyncflow.runtime.run.run import Run
 from asyncflow.streams.holding import RunPart, current_part, enclosing_parts
 
 HOLD_S: Final = 0.001
-"""How long others are held up at first, where the moment does not come by itself."""
+"""Time for which runs are held up at first, where no moment for the cut comes by itself."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _CutWaiter(Generic[T]):
-    """One that is waited for.
+    """A cut that a caller waits for.
 
     Attributes:
-        act: takes it.
-        rests: the run that waits for it.
-        before: runs that were in flight when it was asked for.
-        taken: what `act` gave, once it has.
+        act: takes the cut.
+        rests: the run that waits for the cut.
+        before: runs that were in flight when the cut was asked for.
+        taken: what `act` returned, once it was called.
     """
 
     act: Callable[[], T]
@@ -49,7 +49,7 @@ class Cuts:
     """The cuts that are waited for in a session; belongs to the thread of its event loop.
 
     Attributes:
-        waiting: those that wait; admitted when they are taken, or no run is left that they waited for.
+        waiting: waiting cuts, admitted when they are taken, or all runs that they waited for have ended.
     """
 
     __slots__ = ("_atomic", "_in_flight", "waiting")
@@ -60,7 +60,7 @@ class Cuts:
         self._atomic = atomic
 
     async def take(self, act: Callable[[], T], *, in_order: bool = False) -> T:
-        """Gives what `act` does, called at such a moment.
+        """Return the result of `act`, called when no run is half way.
 
         Args:
             act: called once, on the event loop; it does not wait.

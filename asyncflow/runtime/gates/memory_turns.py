@@ -1,11 +1,11 @@
-"""Runs that pass the memory limit together, and are done one after the other in place of failing.
+"""Runs that pass the memory limit together are computed one after the other in place of failing.
 
 A run that only computes (no effects, no functions or coroutines of the user's) can be done again. If such a run passes
 the limit beside others of its kind, it is stopped, and done again alone: when the others have ended, in the order in
-which runs were stopped. While one waits, new ones of the kind queue behind it, so none starves. What passes the limit
-alone fails. Those that are waited for compute and end, and wait for nobody; so nobody waits for ever. What pools and
-batches still compute for runs that were stopped is waited for, too: it ends by itself. Runs of other kinds never wait
-here, and what they hold is not waited for: they may be waiting for the very run.
+which runs were stopped. While a stopped run waits, new runs of its kind queue behind it, so none starves. A run that
+passes the limit alone fails. The runs that are waited for compute and end, and wait for no other run, so every wait
+ends. What pools and batches still compute for runs that were stopped is waited for, too: it ends by itself. Runs of
+other kinds never wait here, and what they hold is not waited for: they may be waiting for the very run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MemoryTurns:
     """Turns of runs that are done again. Invariant: if a run waits, another one is active, and admits it at its end.
 
     Attributes:
-        is_alone: True if the active run is one that is done again.
+        is_alone: True if the active run is computed again.
     """
 
     __slots__ = ("_active", "_begun", "_waiting", "is_alone")
@@ -38,11 +38,11 @@ class MemoryTurns:
         in_time: Callable[[], AbstractAsyncContextManager[None]],
         is_left_over: Callable[[], bool] = bool,
     ) -> list[Value]:
-        """The result of ``await attempt()``, the first time or the second.
+        """Return the result of ``await attempt()``, of the first time or the second.
 
         Args:
             attempt: runs.
-            in_time: what is waited inside for a turn.
+            in_time: the context in which a turn is waited for.
             is_left_over: whether something is held for runs that have been stopped.
 
         Cancellation: leaves the queue.

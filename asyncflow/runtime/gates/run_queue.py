@@ -1,18 +1,18 @@
-"""Which runs may start, which wait, and which are refused: a pure state machine, with no clock and no event loop in it.
+"""The queue of runs that start, wait or are refused: a pure state machine, without clock or event loop.
 
-Runs that wait stand in one line a priority, by their deadlines, and of equal ones as they came.
+Waiting runs stand in one line per priority, by deadline, and then by arrival.
 
 ============ ============================================================ ==============================================
 event        state                                                        what happens
 ============ ============================================================ ==============================================
 `offer`      there is room, and no run waits                              it starts
-`offer`      as above, and it would end too late beside those in flight   it is refused: `OverloadedError`
-`offer`      it would end too late after those before it                  it is refused: `OverloadedError`
-`offer`      too many wait, and nobody gives way                          it is refused: `OverloadedError`
+`offer`      as above, and it would end too late beside runs in flight    it is refused: `OverloadedError`
+`offer`      it would end too late after the runs before it               it is refused: `OverloadedError`
+`offer`      too many wait, and no run gives way                          it is refused: `OverloadedError`
 `offer`      too many wait, and others give way                           it waits; they are refused: `OverloadedError`
 `offer`      else                                                         it waits
 `withdraw`   it waits                                                     it leaves; the others are as they were
-`end`        it is in flight                                              what it took is learnt; there is room
+`end`        it is in flight                                              its time is learnt; there is room
 `step_aside` it is in flight                                              there is room; its memory stays reserved
 `come_back`  there is room, and no run waits                              it is in flight again
 `come_back`  else                                                         it waits, and is never refused
@@ -22,28 +22,28 @@ event        state                                                        what h
 `decide`     as above, and it would end too late now                      it is not started: `DeadlineExceeded`
 ============ ============================================================ ==============================================
 
-There is room while fewer than `max_runs` are in flight and, with a `memory_limit`, what runs of its kind needed before
-fits beside what is reserved for those in flight. Where there is room, and none of its kind is in flight, a run starts
-whatever is expected of it: that is how a wrong expectation is corrected, such as after the machine has paused.
+There is room while fewer than `max_runs` are in flight. With a `memory_limit`, the memory that runs of its kind needed
+must also fit beside what is reserved for runs in flight. Where there is room, and no run of its kind is in flight, a
+run starts whatever is expected of it: so a wrong expectation is corrected, such as after the machine has paused.
 
-It is the turn of the line with the lowest priority number, but for an eighth of the time: whatever starts, a seventh of
-the time that it is expected to take is owed to each other line, and one that is owed what its first run is expected to
-take goes next. For places in the queue it is the same: those of higher numbers give way, the last of the line with the
-highest number first, down to an eighth of the places; and a line that has less than that makes any other give way.
+The line with the lowest priority number goes first, but for an eighth of the time. Whatever starts, a seventh of its
+expected time is owed to each other line; a line that is owed the expected time of its first run goes next. Places in
+the queue are shared likewise. Runs of higher numbers give way, the last of the highest first, down to an eighth of the
+places; a line with less than that makes any other give way.
 
 **Runs that step aside.** A run that waits for other runs, at a queue say, does not take the place of a run that would
 fill the queue. It steps aside meanwhile, and comes back later. For example, with ``max_runs=2`` two runs take elements
-of an empty queue: both step aside, a third run starts and puts an element in, and the first run comes back for it.
-A run that comes back stands in its line by its deadline and by when it was first offered, so runs of its priority that
-have not started come behind it. It counts as what its last stay took, and not for `max_queued`. Runs that stepped aside
-do not count for `max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more
-than `max_runs` and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
+of an empty queue: both step aside, a third run starts and puts an element in, and the first run comes back for it. A
+run that comes back stands in its line by its deadline and its first arrival, so runs of its priority that have not
+started come behind it. It counts as the time of its last stay, and not for `max_queued`. Runs that stepped aside do not
+count for `max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more than
+`max_runs` and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
 
 **Runs that take too long.** A run may wait for others in a way that the session cannot see, such as a lock that a
-function of the user's takes. `let_go` therefore has runs count no longer that are in flight `_OVERDUE` times as long as
-their kind takes. For example, four runs of 10 ms hold all four places, and wait for a fifth. After 80 ms the queue
-lets go of them, and the fifth run starts. While no run ends, the next runs have `_OVERDUE` times as long as those had,
-so a burst of runs of unknown length does not start all at once.
+function of the user's takes. So `let_go` stops counting runs that are in flight `_OVERDUE` times as long as runs of
+their kind take. For example, four runs of 10 ms hold all four places, and wait for a fifth. After 80 ms the queue lets
+go of them, and the fifth run starts. While no run ends, the next runs have `_OVERDUE` times as long as the previous
+had, so a burst of runs of unknown length does not start all at once.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ from asyncflow.runtime.lines.shares import SHARE, share_of
 _LEAST_RETRY_S = 0.01
 
 _OVERDUE = 8
-"""A run takes too long after so many times the mean of its kind; one of exponential ones in 3,000 does."""
+"""A run takes too long after this multiple of its kind's mean; of exponentially distributed runs, 1 in 3,000 does."""
 
 _LEAST_OVERDUE_S = 0.016
-"""No run takes too long before this."""
+"""Least time after which a run takes too long."""
 
 _UNKNOWN_S = 1e-6
-"""What a run counts as while no run has told how long one takes."""
+"""Expected time of a run while no run has shown how long runs take."""
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRun:
-    """One run, from when it is asked for until it has ended.
+    """A run, from when it is asked for until it has ended.
 
     Attributes:
-        cost: what such runs take; None for one of a kind that has never been run.
+        cost: cost of runs of its kind; None if no run of the kind has ended.
         priority: lower ones go first.
-        deadline_s: when it has to have ended; infinity for no matter when.
-        nbytes: of what is fed to it, held while it waits.
-        charge_s: what such runs take on average, as was known when it was offered; 0 if nothing was.
+        deadline_s: when it has to have ended; infinity without a deadline.
+        nbytes: bytes of the values fed to it, held while it waits.
+        charge_s: mean time of runs of its kind when it was offered; 0 if unknown.
         reserved: bytes of memory that it counts as while it is in flight.
-        arrival: how many were offered before it.
+        arrival: number of runs offered before it.
         started_s: when it was let in, began, or came back.
-        has_begun: whether all that it needs was there, so that the time from then on is its own.
+        has_begun: True once all its inputs were there, so that the time from then on is its own.
         is_aside: True if it has stepped aside, and while it waits to come back.
-        spent_s: what it took before it stepped aside last.
+        spent_s: the time of its stays before it last stepped aside.
     """
 
     cost: RunCost | None
@@ -103,7 +103,7 @@ class QueuedRun:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody wants it any more; it will be withdrawn."""
+        """True if no caller wants the run any more; it will be withdrawn."""
         return False
 
     @property
@@ -112,11 +112,11 @@ class QueuedRun:
         return self.deadline_s, self.arrival
 
     def is_late(self, start_s: float) -> bool:
-        """Whether it would end too late if it started then, as far as can be expected."""
+        """Return whether the run is expected to end past its deadline if it starts at `start_s`."""
         return start_s + (0.0 if self.cost is None else self.cost.expected_s) > self.deadline_s
 
     def may_be_late(self, start_s: float) -> bool:
-        """Whether it might well end too late if it started then."""
+        """Return whether the run is likely to end past its deadline if it starts at `start_s`."""
         return start_s + (0.0 if self.cost is None else self.cost.likely_s) > self.deadline_s
 
 
@@ -128,8 +128,8 @@ class _Totals:
     """Sums over the waiting runs of one priority.
 
     Attributes:
-        costs_s: what each of them is expected to take, in the order of the line; 0 if that is not known.
-        nbytes: bytes of what is fed to those that have never started.
+        costs_s: expected time of each run, in the order of the line; 0 if unknown.
+        nbytes: bytes of the values fed to runs that have never started.
         new: number of these.
     """
 
@@ -142,20 +142,20 @@ class _Totals:
 class RunQueue(Generic[R]):
     """Runs that are in flight, have stepped aside, or wait.
 
-    Invariant, after `decide`: nobody waits while there is room.
+    Invariant, after `decide`: no run waits while there is room.
 
     Args:
-        max_runs: most in flight.
-        max_queued: most that wait; None for no limit.
-        max_queued_bytes: most bytes of what is fed to those that wait; None for no limit.
-        memory_limit: bytes that those in flight may need, with those that stepped aside; None for no matter how many.
+        max_runs: most runs in flight.
+        max_queued: most runs that wait; None for no limit.
+        max_queued_bytes: most bytes of values fed to waiting runs; None for no limit.
+        memory_limit: bytes that runs in flight may need, with those aside; None for no limit.
         is_auto: True if the session chose `max_runs`.
 
     Attributes:
         aside: runs that have stepped aside, or wait to come back.
         overdue: runs that took too long: they go on, and count no longer.
         queued: number of runs that wait and have never started.
-        queued_bytes: of what is fed to these.
+        queued_bytes: bytes of the values fed to these.
         offered_s: when the last run was offered.
     """
 
@@ -171,23 +171,23 @@ class RunQueue(Generic[R]):
     queued_bytes: int = field(default=0, init=False)
     offered_s: float = field(default=-inf, init=False)
     _line: PriorityLine[tuple[float, int], R] = field(default_factory=PriorityLine, init=False)
-    """Those that wait; shares are of the time."""
+    """Waiting runs; shares are of the time."""
     _totals: dict[int, _Totals] = field(default_factory=dict, init=False)
     """Of each priority that waits."""
     _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list, init=False)
-    """Those that gave way, until `decide` tells of them."""
+    """Runs that gave way, until `decide` reports them."""
     _reserved: int = field(default=0, init=False)
     _offered: int = field(default=0, init=False)
     _mean_s: float = field(default=0.0, init=False)
-    """Of all runs, for those of which nothing is known."""
+    """Mean time of all runs, for runs of unknown kind."""
     _held_s: float = field(default=0.0, init=False)
-    """How long the last one that took too long had been in flight; 0 once a run has ended."""
+    """Time that the last overdue run had been in flight; 0 once a run has ended."""
     _kinds_aside: Counter[RunCost | None] = field(default_factory=Counter, init=False)
     """Number of `aside` of each kind."""
 
     @property
     def has_room(self) -> bool:
-        """Whether a run that is offered now need not wait, as far as its memory is not concerned."""
+        """True if a run offered now need not wait, memory aside."""
         return not self._totals and len(self.in_flight) < self.max_runs
 
     @property
@@ -201,7 +201,7 @@ class RunQueue(Generic[R]):
         return not (self.in_flight or self.aside or self.overdue)
 
     def offer(self, run: R, now_s: float) -> bool:
-        """Whether a run starts; else it waits for what `decide` will say.
+        """Return whether a run starts; if not, it waits until `decide` yields it.
 
         Raises:
             OverloadedError: it may not wait.
@@ -244,7 +244,7 @@ class RunQueue(Generic[R]):
         return None
 
     def withdraw(self, run: R) -> None:
-        """A run no longer waits; nothing happens to one that does not."""
+        """Remove a run from its line; do nothing if it does not wait."""
         index = self._line.discard(run.priority, run.place, run)
         if index is None:
             return
@@ -338,7 +338,7 @@ class RunQueue(Generic[R]):
         return self._reserved - run.reserved
 
     def decide(self, now_s: float) -> Iterator[tuple[R, AsyncflowError | None]]:
-        """Of those that wait, each whose turn has come: it has started, or it never will, for this reason."""
+        """Yield each waiting run whose turn has come: it has started, or never will, for the error given."""
         while self._refused:
             yield self._refused.pop()
         while self._totals and len(self.in_flight) < self.max_runs:
@@ -357,11 +357,11 @@ class RunQueue(Generic[R]):
                 yield run, None
 
     def waiting(self) -> list[R]:
-        """Those that wait, by priority and then by their places."""
+        """Return the waiting runs, by priority and then by their places."""
         return [run for _, runs in sorted(self._line.by_priority.items()) for run in runs]
 
     def wait_s(self, run: R, now_s: float) -> float:
-        """How long a run that is offered now would wait, as far as can be expected of those that are there."""
+        """Return how long a run offered now is expected to wait for the runs before it."""
         left_s = sum(max(0.0, other.started_s + self._charge_s(other) - now_s) for other in self.in_flight)
         before_s = own_s = 0.0
         behind = 0
@@ -418,7 +418,7 @@ class RunQueue(Generic[R]):
             del self._kinds_aside[run.cost]
 
     def _part(self, count: int, nbytes: int) -> float:
-        """How much of the places is taken by so many runs with so many bytes."""
+        """Return the share of the places that `count` runs with `nbytes` bytes take."""
         places = 0.0 if self.max_queued is None else count / (self.max_queued or 0.5)
         space = 0.0 if self.max_queued_bytes is None else nbytes / (self.max_queued_bytes or 0.5)
         return max(places, space)
@@ -427,7 +427,7 @@ class RunQueue(Generic[R]):
         """Has others give way, so that a run may wait.
 
         Raises:
-            OverloadedError: nobody does.
+            OverloadedError: no run gives way.
         """
         for other_run in self._giving_way(run, now_s):
             self.withdraw(other_run)
@@ -466,7 +466,8 @@ class RunQueue(Generic[R]):
         return giving
 
     def _check_kind(self, run: R, now_s: float) -> None:
-        """Refuse a run that would wait where so many of its kind do already, as if those had kept their places.
+        """Refuse a run of a kind of which too many runs wait already, counting those aside as if they had kept their
+        places.
 
         Raises:
             OverloadedError: it may not wait.

@@ -463,7 +463,7 @@ class Runs:
             self.in_flight.runs.clear()  # no callback will ever say that they have ended
 
     def release(self) -> None:
-        """Release what was kept for later runs."""
+        """Release plans and costs kept for later runs."""
         if self.batches is not None:
             self.batches.clear()
 

@@ -5,7 +5,7 @@ then ends although it has the turn. If the turn were lost, all other coroutines 
 cannot meet this, because trio takes a cancelled task out of the lot at once. asyncio runs a cancelled task in a later
 pass, so a gate tells its owner of the turn that was not used.
 
-A waiter is admitted or refused once, now or as soon as it waits. One that is leaving, because its task was cancelled or
+A waiter is admitted or refused once, now or as soon as it waits. A leaving waiter, because its task was cancelled or
 its deadline has passed, is passed over. If it was admitted before it left, `lost` is called, which may admit another.
 
 For example, three tasks want one lamp::

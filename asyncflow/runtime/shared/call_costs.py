@@ -41,7 +41,7 @@ _PATIENT = 1.5
 
 @dataclass(slots=True)
 class SizeTimes:
-    """How long calls of each size take, as a running mean; size 1 is kept by itself.
+    """Times of calls by size, as running means; size 1 is kept by itself.
 
     Attributes:
         taken_ns: the means, by size.
@@ -97,15 +97,15 @@ class _Answered:
 
 @dataclass(slots=True)
 class Returns:
-    """How soon members that a call has answered come back.
+    """Times until the members that a call has answered come back.
 
     Clients that ask again once they have their answer come back together. A member that waited for the call to end had
-    better wait for these clients too, if one call for all takes so much less time: otherwise both halves take turns for
+    better wait for these clients too, if one call for all takes much less time: otherwise both halves take turns for
     ever.
 
     Attributes:
         taken: time until as many members had come as were answered.
-        apart: how far that was from what was expected.
+        apart: deviation of that time from the expected one.
     """
 
     taken: SizeTimes = field(default_factory=SizeTimes)
@@ -152,7 +152,7 @@ class Returns:
 
 @dataclass(slots=True)
 class CallCosts(SizeTimes):
-    """How long calls of each size took.
+    """Times of calls by size.
 
     A product of one row and of two take different kernels, so that two may cost more than twice one.
 

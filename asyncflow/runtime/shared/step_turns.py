@@ -1,4 +1,4 @@
-"""Which step is next, of the pools, shared vertex maps and batches of a session: a pure state machine.
+"""The order of steps of the pools, shared vertex maps and batches of a session: a pure state machine.
 
 Each is a *stepper*. Its *rank* is the lowest number of priority among its members, its *place* the device that makes
 its steps; a CPU has room for several long ones. A stepper that is alone, or of one rank with all others, begins without
@@ -8,8 +8,8 @@ asking: each makes a step, or a launch, before any makes its next one.
 event    state                                                          what happens
 ======== ============================================================== ===============================================
 `come`                                                                  it has work, until it has `gone`
-`ask`    those of lower ranks in its place, with those of others that   it begins
-         make a step there, leave room
+`ask`    steppers of lower ranks, with others that make a step there,   it begins
+         leave room in its place
 `ask`    else, but its rank is owed a step there, and makes none there  it begins
 `ask`    else                                                           it waits, and `next` says when it begins
 `ended`  it made a step                                                 its rank is owed the next one there 8 times as
@@ -197,7 +197,7 @@ class StepTurns:
         return sum(each.is_stepping for each in self._present if each.place == stepper.place)
 
     def _forget(self, now_ns: int) -> None:
-        """Drop what is owed to ranks that were away."""
+        """Drop the claims of ranks that were away."""
         waiting = {(each.rank, each.place) for each in self._waiting}
         for key in [key for key, ended_ns in self._ended_ns.items() if ended_ns + _AWAY_NS < now_ns]:
             if key not in waiting and self._owed_ns[key] <= now_ns:

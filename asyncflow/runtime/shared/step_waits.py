@@ -1,4 +1,4 @@
-"""The tasks that drive a session's pools, while they wait for others; `StepTurns` says for whom."""
+"""The tasks that drive a session's pools, while they wait for others; `StepTurns` decides for which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StepWaits:
-    """Who waits for the next step of a session.
+    """The tasks that wait for the next step of a session.
 
     Args:
         turn: of the session.
@@ -26,13 +26,13 @@ class StepWaits:
     def __init__(self, turn: Turn) -> None:
         self.turns = StepTurns()
         self.holds_calls = False
-        """Whether batches wait, too, which look for themselves."""
+        """True if batches wait too; they look for themselves."""
         self._turn = turn
         self.waiting = Gate[Stepper]()
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self, stepper: Stepper, there: Sequence[RunPart]) -> None:
-        """Comes back when a stepper is to make its next step, for the runs that are in it."""
+        """Wait until a stepper is to make its next step, for the runs in it."""
         if there:  # and else it is over soon
             stepper.rank = min(each.priority for each in there)
             first_s = min(each.deadline_s for each in there)
@@ -49,12 +49,12 @@ class StepWaits:
         self.look()
 
     def gone(self, stepper: Stepper) -> None:
-        """A stepper has nothing to do any more."""
+        """Note that a stepper has no work any more."""
         self.turns.gone(stepper, self._turn.clock())
         self.look()
 
     def look(self) -> None:
-        """Has those go on who need wait no more."""
+        """Wake the steppers that need not wait any longer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -6,8 +6,8 @@ none. A token comes back `period_s` after a call has taken it, so no more than `
 that length. For example, with ``rate=(2, 1.0)`` calls that come together begin at 0, 0, 1, 1, 2 s, and so on.
 
 The line goes by priority, then by deadline, then by arrival. A call without a deadline counts as due after
-`PATIENCE_S`, and every priority gets its share, as in the other lines of a session. A retried call stands where it
-first stood, before those that came after it.
+`PATIENCE_S`, and every priority gets its share, as in the other lines of a session. A call that is retried keeps its
+first position in the line, before calls that came after it.
 
 The first call of the line is told that it may go on, and then claims its slot and token by itself
 (`asyncflow.state.waiting.lines`): a call whose run was cancelled meanwhile takes nothing from the next one. A run that
@@ -58,7 +58,7 @@ _MOST_TOLD = 8
 
 
 class Attempt(NamedTuple):
-    """One attempt of a call: since when it waited for its turn, when it began, and how it ended."""
+    """An attempt of a call: when it began to wait for its turn, when it began, and how it ended."""
 
     asked_ns: int
     started_ns: int
@@ -120,14 +120,15 @@ class CallPlace(PlaceInLine):
 
 
 class LimitedFunction(LinedState):
-    """The line of one function in one session, and what its calls have taken; used on the event loop's thread alone.
+    """The line of one function in one session, and the slots and tokens that its calls hold; used on the event loop's
+    thread alone.
 
-    Invariant: while a slot and a token are there and calls wait, one of them is called.
+    Invariant: a call is called while a slot and a token are free and calls wait.
 
     Args:
         limits: of the function; not kept, as the session knows the function by them.
         loop: of the session.
-        seed: of the delays before retries; None for other ones in each process.
+        seed: of the delays before retries; None for delays that differ between processes.
     """
 
     def __init__(self, limits: CallLimits, loop: asyncio.AbstractEventLoop, seed: int | None) -> None:
@@ -138,9 +139,9 @@ class LimitedFunction(LinedState):
         self._random = Random(None if seed is None else f"{seed} {limits.name}")
         self._line = PriorityLine[tuple[float, int], CallPlace]()
         self._called: CallPlace | None = None
-        """The next one, for which a slot and a token are there until it claims them."""
+        """The next call in line, for which a slot and a token are kept until it claims them."""
         self._begun_s: deque[float] = deque(maxlen=limits.tokens)
-        """When the last calls began, no more than there are tokens."""
+        """Times at which the last calls began; no more of them than there are tokens."""
         self._timer: asyncio.TimerHandle | None = None
         self._arrivals = 0
         self._counts: dict[str, int] = dict.fromkeys(LimitStatistics._fields, 0)
@@ -203,7 +204,7 @@ class LimitedFunction(LinedState):
         return max(0.0, self._begun_s[0] + self._period_s - self.loop.time())
 
     def _settle(self) -> None:
-        """Call the next one if it may begin; look again when a token comes back."""
+        """Call the next waiting call if it may begin; look again when a token comes back."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -264,7 +265,9 @@ class LimitedFunction(LinedState):
             raise
 
     def _set_away(self, place: CallPlace, is_away: bool) -> None:
-        """Let later calls have the turn of one whose run has no place; call it once more when the run has it again."""
+        """Let later calls have the turn of a call whose run has no place; call it again when the run has its place
+        back.
+        """
         with self.lock:
             place.is_away = is_away
             place.is_called = not is_away and self._wait_s() == 0
@@ -468,7 +471,7 @@ class LimitedCalls:
         return found
 
     def statistics(self) -> dict[str, LimitStatistics]:
-        """Return the counts by the names of functions; those of functions with one name are added up."""
+        """Return the counts by the names of functions; counts of functions of one name are added up."""
         found: dict[str, LimitStatistics] = {}
         for limits, function in list(self._known.items()):
             found[limits.name] = found.get(limits.name, LimitStatistics()).plus(function.statistics())
@@ -476,7 +479,7 @@ class LimitedCalls:
 
 
 class _SessionTurn(Protocol):
-    """The share of the event loop that a session has, in which its runs find such functions."""
+    """The session's share of the event loop, in which runs find functions with limits."""
 
     limited: LimitedCalls
 

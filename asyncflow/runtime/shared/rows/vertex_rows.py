@@ -1,8 +1,9 @@
-"""Vertices of several runs whose sets are computed together: where their rows are, and which come next. No event loop.
+"""Vertices of several runs whose sets are computed together: the places of their rows, and the next sets. The module
+has no event loop.
 
-Runs that join at the same time are a group: their graphs are put in order as one batch, and their rows stand side by
-side in arrays of the group, in execution order, behind a row 0 for a child that is not there. A step takes the next set
-of each group, whatever its number, and finds the states of children by their ranks. A run ends with its own last set.
+Runs that join at the same time are a group: their graphs are ordered as one batch, and their rows stand side by side in
+arrays of the group, in execution order, behind a row 0 for an absent child. A step takes the next set of each group,
+whatever its number, and finds the states of children by their ranks. A run ends with its own last set.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class RunOfSets:
 
     @classmethod
     def of(cls, inputs: Sequence[Array], counts: InputCounts, pulls: Sequence[str | None]) -> RunOfSets:
-        """From the inputs of its node.
+        """Return the run of the inputs of its node.
 
         Raises:
-            ShapeError: there is not a row for each vertex.
+            ShapeError: the number of rows is not the number of vertices.
         """
         states = counts.graph + counts.states
         graph, own = inputs[: counts.graph], inputs[states : states + counts.own]
@@ -59,7 +60,7 @@ class RunOfSets:
 
     @property
     def may_be_joined(self) -> bool:
-        """Whether other graphs may stand behind this one; what else is wrong with it is found with theirs."""
+        """Return whether other graphs may stand behind this one; its other faults are found with theirs."""
         offsets, children, samples, *more = self.graph
         return bool(
             len(offsets)
@@ -72,16 +73,16 @@ class RunOfSets:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for those that may be in one group."""
+        """Return a key that is equal for runs that may be in one group."""
         return tuple(map(identity_of, self.initial))
 
 
 class HasSets(Protocol):
-    """Who is in a `VertexRows`.
+    """A member of `VertexRows`.
 
     Attributes:
         sets: the vertices.
-        is_gone: nobody wants their states any more.
+        is_gone: True if its states are not wanted any more.
     """
 
     sets: RunOfSets
@@ -92,7 +93,7 @@ R = TypeVar("R", bound=HasSets)
 
 
 def joined(graphs: Sequence[RunOfSets]) -> list[Array]:
-    """The arrays of several graphs as those of one."""
+    """Return the arrays of several graphs as the arrays of a single graph."""
     if len(graphs) == 1:
         return list(graphs[0].graph)
     arrays: list[list[Array]] = [[np.zeros(1, np.int64)], [], [np.zeros(1, np.int64)]]
@@ -109,12 +110,12 @@ def joined(graphs: Sequence[RunOfSets]) -> list[Array]:
 
 @dataclass(frozen=True, slots=True)
 class RunInGroup(Generic[R]):
-    """One of a group.
+    """A run in a group.
 
     Attributes:
-        member: who that is.
-        first: its first vertex, by number among those of the group.
-        sets: how many sets its vertices are in.
+        member: the run.
+        first: number of its first vertex within the group.
+        sets: number of sets that its vertices are in.
         roots: ranks of its roots.
     """
 
@@ -125,7 +126,7 @@ class RunInGroup(Generic[R]):
 
     @property
     def vertices(self) -> slice:
-        """Of the group, those that are its own."""
+        """Return its own vertices among the group's."""
         return slice(self.first, self.first + self.member.sets.size)
 
 
@@ -134,14 +135,14 @@ class VertexGroup(Generic[R]):
     """The vertices of runs that joined together.
 
     Attributes:
-        places: of those who are there still.
+        places: runs that are still there.
         positions: of vertices in execution order, by number.
         set_starts: where each set begins in that order, and where the last one ends.
-        ranks: of children: of each vertex in execution order by slot, or of all, one behind the other.
-        child_starts: where those of each vertex begin among all; None where there are slots.
-        own: what the vertices have, in execution order.
-        found: what sets have given, behind a row 0.
-        done: how many sets have been computed.
+        ranks: ranks of children, of each vertex in execution order by slot, or of all vertices, one behind the other.
+        child_starts: where the children of each vertex begin among all; None where there are slots.
+        own: inputs of the vertices, in execution order.
+        found: results of the sets, behind a row 0.
+        done: number of sets that have been computed.
     """
 
     places: list[RunInGroup[R]]
@@ -153,9 +154,9 @@ class VertexGroup(Generic[R]):
     found: list[Array]
     done: int = 0
     _edges: list[int] = field(init=False)
-    """Where the children of each set begin among all."""
+    """Positions at which the children of each set begin among all."""
     _counts: Array | None = None
-    """Of each vertex, how many children it has."""
+    """Number of children of each vertex."""
 
     def __post_init__(self) -> None:
         self._edges = [] if self.child_starts is None else self.child_starts[self.set_starts].tolist()
@@ -163,7 +164,9 @@ class VertexGroup(Generic[R]):
 
     @classmethod
     def of(cls, members: Sequence[R], schedule: Sequence[Array], specs: Sequence[Spec]) -> VertexGroup[R]:
-        """Of some who have vertices, in the order that `SharedSets.order` gives for all of their graphs."""
+        """Return the group of members with vertices, in the order that `SharedSets.order` gives for all of their
+        graphs.
+        """
         order, positions, set_starts, root_ranks, ranks, *child_starts = schedule
         sizes = np.array([member.sets.size for member in members])
         firsts = sizes.cumsum() - sizes
@@ -183,11 +186,11 @@ class VertexGroup(Generic[R]):
 
     @property
     def members(self) -> list[R]:
-        """Who is there still."""
+        """Return the members that are still there."""
         return [place.member for place in self.places]
 
     def arrays(self) -> Iterable[Array]:
-        """Its rows."""
+        """Return the group's rows."""
         return chain(self.own, self.found)
 
     @property
@@ -206,7 +209,7 @@ class VertexGroup(Generic[R]):
         return [*[x[rows] for x in self.own], *[x.take(ranks, axis=0) for x in self.found[:n_states]], *counts]
 
     def ended(self) -> list[RunInGroup[R]]:
-        """Those whose sets are all computed leave."""
+        """Remove and return the runs whose sets are all computed."""
         done = self.done
         ended = [place for place in self.places if place.sets == done]
         if ended:
@@ -214,7 +217,7 @@ class VertexGroup(Generic[R]):
         return ended
 
     def alone(self, place: RunInGroup[R]) -> VertexGroup[R]:
-        """One of them as a group of its own: this one, where there has never been another."""
+        """Return the group of a single run: this group, if it never had another."""
         if place.member.sets.size == len(self.positions):
             return self
         kept = np.sort(self.positions[place.vertices])
@@ -238,7 +241,7 @@ class VertexGroup(Generic[R]):
         )
 
     def results(self, place: RunInGroup[R], n_states: int, *, of_all: bool) -> list[Array]:
-        """The states of the roots of one of them, and, if asked for, all that sets have given for its vertices."""
+        """Return the states of a run's roots and, if asked for, all results of its vertices."""
         roots = [x.take(place.roots, axis=0) for x in self.found[:n_states]]
         if not of_all:
             return roots
@@ -251,11 +254,11 @@ class VertexRows(Generic[R]):
     """The runs whose sets are computed together.
 
     Attributes:
-        specs: of the rows that sets give: states, and what else is asked for.
-        n_states: how many of them are states.
-        gives_rows: whether runs get rows of all their vertices, or states of roots alone.
+        specs: of the rows that sets give: states, and other requested values.
+        n_states: number of these that are states.
+        gives_rows: True if runs get rows of all their vertices, False for states of roots alone.
         groups: of runs.
-        waiting: those that join with the next step.
+        waiting: runs that join with the next step.
     """
 
     specs: Sequence[Spec]
@@ -266,12 +269,12 @@ class VertexRows(Generic[R]):
 
     @property
     def members(self) -> list[R]:
-        """Who has joined."""
+        """Return the runs that have joined."""
         return list(chain.from_iterable(group.members for group in self.groups))
 
     @property
     def is_for_one(self) -> bool:
-        """Whether a single run is there, and nobody waits."""
+        """Return whether a single run is there, and none waits."""
         return len(self.groups) == 1 and len(self.groups[0].places) == 1 and not self.waiting
 
     def take_waiting(self) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
@@ -296,11 +299,11 @@ class VertexRows(Generic[R]):
         return [*rows[: self.n_states], *(rows if self.gives_rows else ())]
 
     def drop(self) -> list[VertexGroup[R]]:
-        """Lets go of those that nobody wants any more; gives the groups of those whom they leave behind."""
+        """Remove runs that are not wanted any more; return the groups of the staying runs."""
         return self.part([group for group in self.groups if any(member.is_gone for member in group.members)])
 
     def part(self, groups: Sequence[VertexGroup[R]]) -> list[VertexGroup[R]]:
-        """Makes a group of each of those in these that somebody wants still."""
+        """Make a group of each wanted run in these groups."""
         parted = [group.alone(place) for group in groups for place in group.places if not place.member.is_gone]
         if groups:
             self.remove(groups)
@@ -308,7 +311,7 @@ class VertexRows(Generic[R]):
         return parted
 
     def remove(self, groups: Iterable[VertexGroup[R]]) -> None:
-        """These are there no more."""
+        """Remove these groups."""
         left = set(groups)
         self.groups = [group for group in self.groups if group not in left]
 
@@ -335,7 +338,7 @@ class VertexRows(Generic[R]):
             first = last
 
     def ended(self) -> Iterator[tuple[R, list[Array]]]:
-        """Those whose sets are all computed leave, with their results."""
+        """Remove runs whose sets are all computed, and yield them with their results."""
         for group in self.groups:
             for place in group.ended():
                 yield place.member, group.results(place, self.n_states, of_all=self.gives_rows)
