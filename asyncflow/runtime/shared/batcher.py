@@ -11,20 +11,20 @@ event                    state                                        what happe
 `offer`                                                               the member waits
 `withdraw`               waits                                        it leaves; the others are as they were
 `withdraw`               under way                                    its result is dropped when the call ends
-`divide`                 `overdue`                                    both halves of who stays wait, each in a lane of
-                                                                      its own, so that none waits for the other
+`divide`                 `overdue`                                    the staying members wait in halves, in lanes of
+                                                                      their own, so that none waits for the other
 `set_apart`              `overdue`                                    it goes on in a lane of its own; the lane is free
 `take`                   calls of the lane are under way              nothing
 `take`, not idle         fewer than `max_size` wait, and all have     nothing: others may still come
                          half of their time until they are due
-`take`, idle             it pays to wait for those who were just      nothing, until they are back, or late (`Returns`)
+`take`, idle             it pays to wait for members that were just   nothing, until they are back, or late (`Returns`)
                          answered
 `take`                   pools go before the lane                     nothing
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
-`take`                   else                                         who is past its deadline leaves; a call is made
+`take`                   else                                         members past deadlines leave; a call is made
                                                                       of the others, of the size that is best, or
                                                                       several at once
-`ended`                  the last of those made at once               what they took is learnt; the lane is free
+`ended`                  the last of the calls made at once           their time is learnt; the lane is free
 `failed`                 of one member                                it is at fault; the lane is free
 `failed`                 of several                                   both halves wait, apart and before all others
 ======================== ============================================ ================================================
@@ -54,18 +54,18 @@ from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
 from asyncflow.runtime.shared.call_sizes import size_under_overload
 
 _LONG = 2
-"""Calls that take so many times what was learnt are long."""
+"""A call is long if it takes this multiple of its learnt time."""
 
 
 class Gathered(Protocol):
-    """One firing, while it waits or is under way.
+    """A firing, while it waits or is under way.
 
     Attributes:
         nbytes: of its inputs.
         offered_ns: since when it waits.
-        deadline_ns: when nobody will want its result any more; infinity for never.
+        deadline_ns: when its result is of no use any more; infinity for never.
         priority: lower ones go first.
-        is_gone: nobody wants its result any more.
+        is_gone: True if its result is not wanted any more.
         signature: of the lane that it is in.
     """
 
@@ -90,14 +90,14 @@ M = TypeVar("M", bound=Gathered)
 
 @dataclass(slots=True)
 class CallGroup:
-    """Calls that are made at once, and what those took that have ended."""
+    """Calls that are made at once, and the times of the ended ones."""
 
     calls: int
     ended: int = 0
     size: int = 0
     taken_ns: float = 0.0
     sum_ns: float = 0.0
-    """Of all members that had their results."""
+    """Sum over all members that had their results."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class BatchCall(Generic[M]):
     group: CallGroup = field(default_factory=lambda: CallGroup(1))
 
     def overdue_ns(self) -> float:
-        """When one of its members may be why it has not ended, and keep the others from ending."""
+        """Return when one of its members may be why the call has not ended, and keep the others from ending."""
         if self.started_ns == inf:
             return inf
         # Half of what the first one has, so that others may still end in time; as long again as before one left.
@@ -150,18 +150,18 @@ class Lane(Generic[M]):
         return len(self.waiting)
 
     def everybody(self) -> Iterator[M]:
-        """All who wait or are under way."""
+        """Return all members that wait or are under way."""
         return chain(self.waiting, *self.suspects, *(call.members for call in self.under_way))
 
     @property
     def rank(self) -> int:
-        """The lowest number of priority in it."""
+        """Return the lowest number of priority in the lane."""
         taken = chain(*self.suspects, *(call.members for call in self.under_way))
         return min(chain(self.waiting.by_priority, (member.priority for member in taken)))
 
     @property
     def most(self) -> int:
-        """How many may share a call."""
+        """Return the most members that may share a call."""
         return self.policy.max_size if self.costs.fits is None else min(self.policy.max_size, self.costs.fits)
 
     def add(self, member: M) -> None:
@@ -169,11 +169,11 @@ class Lane(Generic[M]):
         self.waiting.add(member.priority, _due_ns(member), member)
 
     def discard(self, member: M) -> None:
-        """One waits no more, if it did."""
+        """Remove a member from the line, if it waits."""
         self.waiting.discard(member.priority, _due_ns(member), member)
 
     def drop_late(self, now_ns: int) -> None:
-        """Who is past its deadline waits no more."""
+        """Remove members that are past their deadlines."""
         # Who is late is due, and stands in front.
         for line in [line for line in self.waiting.by_priority.values() if _due_ns(line[0]) <= now_ns]:
             for member in list(takewhile(lambda each: _due_ns(each) <= now_ns, line)):
@@ -181,7 +181,7 @@ class Lane(Generic[M]):
                     self.discard(member)
 
     def take(self, size: int) -> list[M]:
-        """So many at most, who go next; of more than one, no more than the policy's bytes."""
+        """Take the next `size` members at most; of more than one, no more than the policy's bytes."""
         taken: list[M] = []
         nbytes, most = 0, self.policy.max_bytes
         while self.waiting and len(taken) < size:
@@ -212,7 +212,7 @@ class Lane(Generic[M]):
         return self._take_reachable(size, now_ns + costs.likely_ns(size))
 
     def _take_reachable(self, size: int, end_ns: float) -> list[M]:
-        """Return so many at most, who go next, of those whose deadlines are not before `end_ns`."""
+        """Return the next `size` members at most whose deadlines are not before `end_ns`."""
         late = [member for member in self.waiting if member.deadline_ns < end_ns]
         for member in late:
             self.discard(member)
@@ -222,7 +222,9 @@ class Lane(Generic[M]):
         return taken
 
     def cut_in_time(self, members: list[M], now_ns: int) -> list[M]:
-        """As many of those taken as can be computed until the first deadline among them; the others wait again."""
+        """Return as many of the taken members as can be computed before the first deadline among them; the others
+        wait again.
+        """
         if len(members) == 1:
             return members
         costs = self.costs
@@ -242,7 +244,7 @@ class Lane(Generic[M]):
         return members[:size]
 
     def leaves_ns(self) -> float:
-        """When those who wait have waited as long as they may, where others may still come."""
+        """Return when the waiting members have waited as long as they may, where others may still come."""
         found = min(member.offered_ns for member in self.waiting)
         first = min(self.waiting, key=lambda each: each.deadline_ns)
         # What is known of costs may be wrong by much, and so half of what it has is kept.
@@ -252,7 +254,7 @@ class Lane(Generic[M]):
 
 
 class Batcher(Generic[M]):
-    """Gathers members, and says what is to be called.
+    """Gathers members, and decides which calls are made.
 
     Args:
         seed: of the sizes that are tried out.
@@ -261,7 +263,7 @@ class Batcher(Generic[M]):
     def __init__(self, seed: int = 0) -> None:
         self.lanes: dict[Hashable, Lane[M]] = {}
         self.is_ending = False
-        """Nobody waits longer than until nothing else can go on."""
+        """True if no member waits longer than until nothing else can go on."""
         self._random = Random(seed)
         self._shares = PriorityShares()
 
@@ -281,7 +283,9 @@ class Batcher(Generic[M]):
         costs.returns.come(member.offered_ns)
 
     def withdraw(self, signature: Hashable, member: M) -> BatchCall[M] | None:
-        """Nobody wants the member's result any more; gives the call under way in which that is so for all."""
+        """Note that a member's result is not wanted any more; return the call under way if that holds for all its
+        members.
+        """
         member.is_gone = True
         lane = self.lanes.get(signature)
         if lane is None:
@@ -294,14 +298,14 @@ class Batcher(Generic[M]):
     def take(
         self, now_ns: int, *, is_idle: bool, held_until_ns: Callable[[Lane[M]], float] | None = None
     ) -> Iterator[BatchCall[M]]:
-        """The calls that are to be made now, the most urgent first.
+        """Yield the calls to be made now, the most urgent first.
 
-        Each is under way, as those `beside` it are, until it has `ended` or `failed`. Whoever has no time for more may
-        stop asking.
+        Each is under way, as are those `beside` it, until it has `ended` or `failed`. A caller that has no time for
+        more may stop asking.
 
         Args:
             now_ns: the time.
-            is_idle: nothing else can go on, so that nobody else will come by itself.
+            is_idle: True if nothing else can go on, so that no member comes by itself.
             held_until_ns: until when pools go before a lane; infinity if that is not known.
         """
         ready = [lane for lane in self.lanes.values() if self._is_ready(lane, now_ns, is_idle)]
@@ -320,14 +324,14 @@ class Batcher(Generic[M]):
                 self._drop_if_empty(lane)
 
     def count(self) -> int:
-        """How many wait."""
+        """Return the number of waiting members."""
         return sum(map(len, self.lanes.values()))
 
     def wake_ns(self, now_ns: int) -> float:
-        """When one has waited as long as it may, or a call is overdue; infinity if there is no such time.
+        """Return when a member has waited as long as it may, or a call is overdue; infinity if there is no such time.
 
         Args:
-            now_ns: the time that `take` was told. By a later one, somebody might be due who was not taken.
+            now_ns: the time that `take` was told. At a later time, a member that was not taken might be due.
         """
         found = inf
         for lane in self.lanes.values():
@@ -342,7 +346,7 @@ class Batcher(Generic[M]):
         return found
 
     def overdue(self, now_ns: int) -> list[BatchCall[M]]:
-        """Calls under way in which those who stay might wait for one that never ends: `divide` or `set_apart` them."""
+        """Return overdue calls, whose members might wait for a call that never ends: `divide` or `set_apart` them."""
         calls = [call for lane in self.lanes.values() for call in lane.under_way]
         for call in calls:
             if call.started_ns < inf == call.left_ns and any(member.is_gone for member in call.members):
@@ -350,14 +354,14 @@ class Batcher(Generic[M]):
         return [call for call in calls if call.overdue_ns() <= now_ns]
 
     def divide(self, call: BatchCall[M]) -> None:
-        """Has those who stay in a call wait in halves, each in a lane of its own; it is to be stopped."""
+        """Put the staying members of a call into two new lanes, half in each; the call is to be stopped."""
         members = [member for member in call.members if not member.is_gone]
         for part in halves(members):
             self._lane_apart(call.lane, part).suspects.append(part)
         self._free(call)
 
     def set_apart(self, call: BatchCall[M]) -> None:
-        """Has a call go on by itself, however long, so that others of its lane need not wait for it."""
+        """Let a call go on by itself, however long, so that other members of its lane need not wait for it."""
         self._free(call)
         call.lane, call.started_ns = self._lane_apart(call.lane, call.members), inf
         call.lane.under_way.append(call)
@@ -370,7 +374,7 @@ class Batcher(Generic[M]):
         return apart
 
     def ended(self, call: BatchCall[M], taken_ns: float, now_ns: int) -> None:
-        """The call has given its results."""
+        """Note that a call has returned its results."""
         costs, group = call.lane.costs, call.group
         group.ended += 1
         group.size += len(call.members)
@@ -382,12 +386,12 @@ class Batcher(Generic[M]):
         self._free(call)
 
     def failed(self, call: BatchCall[M], *, divisible: bool, lacks_memory: bool = False) -> bool:
-        """The call has failed; whether its members are at fault, or else wait again in halves.
+        """Note that a call has failed; return whether its members are at fault, or else wait again in halves.
 
         Args:
-            call: which.
-            divisible: computing a member again does no harm.
-            lacks_memory: there was none for so many.
+            call: the call.
+            divisible: True if computing a member again does no harm.
+            lacks_memory: True if memory did not suffice for the members.
         """
         members = [member for member in call.members if not member.is_gone]
         is_settled = len(call.members) == 1 or not divisible
@@ -444,7 +448,9 @@ class Batcher(Generic[M]):
         return lane.policy.max_delay_s > 0 and not self.is_ending
 
     def _returns_ns(self, lane: Lane[M], now_ns: int) -> float:
-        """Until when those who wait are to wait for those who are to come back; minus infinity if not."""
+        """Return until when waiting members should wait for answered members to return; minus infinity if not at
+        all.
+        """
         if self.is_ending or lane.suspects or lane.policy.cost == "none":
             return -inf
         until_ns = lane.costs.returns.waits_until_ns(lane.costs, len(lane), lane.most, now_ns)

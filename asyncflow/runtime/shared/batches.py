@@ -1,7 +1,7 @@
 """The batches of a session: firings that wait for others, and the runs that compute them together.
 
-A batch is a run like any other, of the body's own graph; see `asyncflow.lift.calls.batched`. `Batcher` says
-who is in it, and when it starts.
+A batch is a run like any other, of the body's own graph; see `asyncflow.lift.calls.batched`. `Batcher` decides which
+members a batch has, and when it starts.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ T = TypeVar("T")
 _log = logging.getLogger("asyncflow.runtime")
 
 _MOST_KINDS = 64
-"""Of one function, the times of calls are kept for so many kinds of arguments."""
+"""Number of kinds of arguments per function for which call times are kept."""
 
 _ROUNDINGS = 256
-"""So many times the precision of its dtype may a member's result differ, beside the largest element."""
+"""Tolerance of a member's result beside the largest element, as a multiple of the precision of its dtype."""
 
 
 class BatchMember(ToldPlace):
-    """One firing, and its place in line.
+    """A firing of a batched function, and its place in line.
 
     Attributes:
-        shared: what it calls.
-        known: of that.
-        inputs: of its node.
-        home: the device on which some of these are, and its results will be; None for the host.
+        shared: the shared body that it calls.
+        known: plans, times and counts of that body.
+        inputs: inputs of its node.
+        home: the device on which some inputs are, and its results will be; None for the host.
         leaving: places of results that are for the host all the same.
-        signature: equal for those that may share a call.
+        signature: equal for members that may share a call.
         context: the caller's context variables.
-        part: its run.
+        part: the run that it is part of.
         others: see `Gathered`.
     """
 
@@ -85,7 +85,7 @@ class BatchMember(ToldPlace):
         self.inputs = inputs
 
     def when_called(self, wake: Callable[[], None]) -> None:
-        """Joins the members of the session whose run this is called for, on its event loop."""
+        """Join the members of the session whose run this is called for, on its event loop."""
         part = current_part()
         assert part is not None and isinstance(part.owner, Turn)
         batches = part.owner.batches
@@ -119,14 +119,14 @@ class BatchMember(ToldPlace):
 
 
 class _Nowhere(LinedState):
-    """Where members are that nobody waits for yet."""
+    """The state of members that no run waits for yet."""
 
     def places(self) -> list[PlaceInLine]:
-        """None that anybody has to know of."""
+        """Return no places: no deadlock report needs these members."""
         return []
 
     def left(self, place: PlaceInLine) -> None:
-        """Nobody ever will."""
+        """Do nothing: no run waits for a place here."""
 
 
 _NOWHERE = _Nowhere()
@@ -136,10 +136,10 @@ class BatchStatistics(NamedTuple):
     """Calls of one batched function, or steps of one pooled loop, so far.
 
     Attributes:
-        calls: how many there were.
-        members: of all of them, in all.
-        largest: the most members of one.
-        failed: calls that failed, of which those of several members were done again in halves.
+        calls: number of calls.
+        members: number of members in all calls.
+        largest: the most members of a call.
+        failed: calls that failed; failed calls of several members are computed again in halves.
         cost_ns: how long calls of each size take, for the arguments that were seen last.
     """
 
@@ -158,13 +158,13 @@ class KnownBody:
         plans: of its programs, for each version of variables: over one member (False), over many (True).
         costs: by the dtypes and shapes of arguments, those seen last behind.
         threads: how many calls its device may compute at the same time.
-        device: which that is.
-        calls: how many there were.
-        members: of all of them.
-        largest: the most of one.
+        device: name of the device.
+        calls: number of calls.
+        members: number of members of all calls.
+        largest: the most members of a call.
         failed: calls that failed.
-        lost_kinds: number of times that what is known of a kind of arguments was dropped, as there were too many.
-        is_told: True once the user has been told that members are too different.
+        lost_kinds: number of times that costs of a kind of arguments were dropped, as there were too many kinds.
+        is_told: True once the user was warned that members are too different.
     """
 
     plans: WeakKeyDictionary[SharedCode, dict[bool, Plan]] = field(default_factory=WeakKeyDictionary)
@@ -179,7 +179,7 @@ class KnownBody:
     is_told: bool = False
 
     def plans_of(self, shared: SharedCode) -> dict[bool, Plan]:
-        """Those for the version of `shared`."""
+        """Return the plans for the version of `shared`."""
         return self.plans.setdefault(shared, {})
 
     def costs_of(self, kind: Hashable) -> CallCosts:
@@ -197,7 +197,7 @@ class KnownBody:
             costs.threads = threads
 
     def count(self, size: int, *, calls: int = 1, failed: int = 0) -> None:
-        """Counts calls, or steps, each for so many."""
+        """Count calls, or steps, of `size` members each."""
         self.calls += calls
         self.members += calls * size
         self.largest = max(self.largest, size)
@@ -222,13 +222,13 @@ class Batches(TellingState):
         self._back_by = 0
         """The number of the pass by which they have."""
         self._left = 0
-        """How many they were."""
+        """Number of members of the last call, which may come back soon."""
         self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
         self.checked_share = 0.0
-        """That share of the calls for several members is computed one by one as well."""
+        """Share of the calls for several members that is also computed one by one."""
         self.pools: Pools
         """Pooled loops of the session."""
         self.vertex_pools: VertexPools
@@ -236,7 +236,7 @@ class Batches(TellingState):
         self._under_way: set[asyncio.Task[object]] = set()
         self._runs_of: dict[BatchCall[BatchMember], Run] = {}
         self.steps = StepWaits(turn)
-        """Who goes first of pools and batches, each of which is one."""
+        """The turns of pools and batches; the batches are one stepper."""
         self.place: Hashable = None
         self.is_stepping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -255,7 +255,7 @@ class Batches(TellingState):
         return min((lane.rank for lane in self._batcher.lanes.values()), default=inf)
 
     def places(self) -> list[PlaceInLine]:
-        """Everybody in line."""
+        """Return the places of all members."""
         return [member for lane in self._batcher.lanes.values() for member in lane.everybody()]
 
     def tell_apart(self, member: BatchMember) -> None:
@@ -275,7 +275,7 @@ class Batches(TellingState):
         )
 
     def left(self, place: PlaceInLine) -> None:
-        """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
+        """Note that a member is not wanted any more: it leaves, or its result is dropped."""
         assert isinstance(place, BatchMember)
         if place.is_called:
             return  # it has been told, and may never have been there
@@ -287,11 +287,11 @@ class Batches(TellingState):
             self.turn.wake()  # its call may be overdue now
 
     def describe(self) -> str:
-        """How many there are."""
+        """Return the number of members in words."""
         return f"{len(self.places())} wait or are computed"
 
     def is_left_over(self) -> bool:
-        """Whether something is still computed, and so held, for members none of which anybody wants any more."""
+        """Return whether a computation goes on, and holds memory, for members none of which is wanted any more."""
         works = (*self.pools, *self.vertex_pools)
         return any(run.is_stopped for run in self._runs_of.values()) or any(work.is_left() for work in works)
 
@@ -320,17 +320,17 @@ class Batches(TellingState):
         self.turn.wake()
 
     async def aclose(self) -> None:
-        """Stops what is under way."""
+        """Stop calls under way."""
         under_way = list(self._under_way)
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
     def flush(self, *, is_idle: bool) -> bool:
-        """Starts what is due, as far as there is time.
+        """Start calls that are due, as far as there is time.
 
         Args:
-            is_idle: nothing else in the session can go on.
+            is_idle: True if nothing else in the session can go on.
 
         Returns:
             Whether members have been computed, each alone.
@@ -366,14 +366,14 @@ class Batches(TellingState):
         return until_ns
 
     def _took(self, call: BatchCall[BatchMember], taken_ns: float, now_ns: int) -> None:
-        """Tells those with whom it takes turns of a call that has ended."""
+        """Report a call that has ended to the turns of pools and batches."""
         self.place = call.members[0].known.device
         rank = min(member.priority for member in call.members)
         self.steps.turns.took(rank, self.place, taken_ns, now_ns - taken_ns, now_ns)
         self.steps.look()
 
     def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
-        """A call takes too long: who stays in it is computed again in halves, where that does no harm."""
+        """Compute the staying members of a call that takes too long again in halves, where that does no harm."""
         shared = call.members[0].shared
         if len(call.members) == 1 or not shared.is_repeatable:
             self._batcher.set_apart(call)
@@ -385,7 +385,7 @@ class Batches(TellingState):
             self._runs_of[call].stop("cancelled")
 
     def _set_timer(self, now_ns: int) -> None:
-        """Has the pass come in which somebody is due; who was not due at `now_ns` may be by now, and is not missed."""
+        """Schedule the pass in which a member is due; a member that becomes due after `now_ns` is not missed."""
         if not self._batcher.lanes and self._timer is None:
             return
         if self._timer is not None:
@@ -405,14 +405,14 @@ class Batches(TellingState):
             self._compute(call, plan)
 
     def beside(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        """Does something that the session's end cancels."""
+        """Start a task that the session's end cancels."""
         task = self.turn.loop.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return task
 
     async def _planned(self, call: BatchCall[BatchMember]) -> None:
-        """Computes a batch once it has a plan; who has left meanwhile is not in it."""
+        """Compute a batch once it has a plan, without members that have left meanwhile."""
         try:
             shared = call.members[0].shared
             await self._plan(shared, len(call.members))
@@ -429,7 +429,7 @@ class Batches(TellingState):
             self._compute(call, plan)
 
     async def _from_host(self, call: BatchCall[BatchMember], plan: Plan) -> None:
-        """Computes a batch elsewhere than where its members' values are, once these have come to the host."""
+        """Compute a batch away from the device of its members' values, once these have come to the host."""
         try:
             for member in call.members:
                 member.inputs = tuple(await asyncio.gather(*map(_on_host, member.inputs)))
@@ -526,13 +526,13 @@ class Batches(TellingState):
             self.turn.wake()
 
     def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
-        """Counts calls, or steps, each for so many."""
+        """Count calls, or steps, of `size` members each."""
         self.known_of(shared).count(size, calls=calls, failed=failed)
         if self.bodies.starter.observers is not None and not isinstance(shared, SharedBody):
             self.bodies.starter.observers.pool_stepped(shared.label, size, calls)
 
     def _show(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
-        """Tells those who look on of a call that has ended."""
+        """Tell the observers of a call that has ended."""
         if self.bodies.starter.observers is not None:
             contexts = [member.context for member in call.members]
             taken_s = (self.turn.clock() - started_ns) / 1e9
@@ -597,7 +597,7 @@ class Batches(TellingState):
 
 
 def _traces_of(members: Sequence[BatchMember]) -> list[Trace]:
-    """The traces that runs of members are recorded into, but for those by which a run is to be done again."""
+    """Return the traces that the members' runs are recorded into, except traces that record or replay an order."""
     found = {id(trace): trace for member in members if isinstance(trace := member.part.trace, Trace)}
     return [trace for trace in found.values() if trace.order is None]
 
@@ -621,12 +621,12 @@ def _home(values: Sequence[Value]) -> str | None:
 
 
 def _gathered(join: Join, rows: Sequence[Array]) -> Array:
-    """One input of all members: if some have it on a device, it is joined there when it is fed."""
+    """Return one input of all members; if some have it on a device, it is joined there when it is fed."""
     return join(np, rows) if _home(rows) is None else cast("Array", RowsToJoin(rows, join))
 
 
 def _on_host(value: Value) -> Awaitable[Array]:
-    """The value, once it is on the host."""
+    """Return a future of the value on the host."""
     found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
     deliver = partial(resolve, found)
     if isinstance(value, DeviceValue):
@@ -637,7 +637,7 @@ def _on_host(value: Value) -> Awaitable[Array]:
 
 
 def _agree(one: Array, other: Array) -> bool:
-    """Whether two results are equal within rounding; those that are exact, to the bit."""
+    """Return whether two results are equal within rounding; results of exact dtypes, to the bit."""
     if one.dtype.kind not in "fcV":
         return bool(np.array_equal(one, other))
     tolerance = _ROUNDINGS * float(np.finfo(one.dtype).eps) if one.dtype.kind in "fc" else _ROUNDINGS / 256

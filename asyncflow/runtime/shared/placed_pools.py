@@ -2,7 +2,7 @@
 
 A step is launched before it is known which rows go on after the previous step, whose flags are copied to the host
 meanwhile. Several steps are launched at once while no row has come or gone for a while. A row that has ended is
-computed once more; then slabs are made of the rows that are left and those that have joined. Where a step fails, the
+computed once more; then slabs are made of the rows that are left and the new ones. Where a step fails, the
 rows come to the host as they were before, and are stepped there.
 """
 

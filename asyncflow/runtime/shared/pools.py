@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from asyncflow.runtime.shared.bodies import Bodies
 
 _TURN_NS = BURST_NS
-"""So long steps may take in one pass of the event loop, those of all pools together."""
+"""Longest time of steps in one pass of the event loop, over all pools."""
 
 _BESIDE_NS = 20_000_000
-"""Or about as long elsewhere, in one run, unless somebody comes or goes: others wait for its thread (20 ms)."""
+"""Longest time of a run of steps elsewhere, unless rows come or go: other work waits for its thread (20 ms)."""
 
 _STEPS = re.compile(rf"{STEPS}/\d+/?")
 """Begins the tag of what fails in a step."""
 
 _MOST_CALM = 5
-"""So often a pass makes up to four times as many steps as the one before, as long as nobody comes or goes."""
+"""Most passes that make up to four times as many steps as the previous, while no row comes or goes."""
 
 
 class _Steps:
@@ -58,7 +58,7 @@ class _Steps:
     Args:
         bodies: of the session.
         plan: of the graph.
-        has_rows: flags of the inputs that each activation has of its own; the others are the same for all of them.
+        has_rows: flags of the inputs that each activation has of its own; the others are equal for all activations.
         is_one: it is over one activation, without a row axis.
     """
 
@@ -67,7 +67,7 @@ class _Steps:
         self._call = bodies.counted_call(plan)
 
     def most(self, size: int, time_ns: float) -> int:
-        """How many steps on so many elements there is time for on the event loop."""
+        """Return how many steps on `size` elements fit into `time_ns` on the event loop."""
         call = self._call
         if call is None or call.is_user:
             return 0
@@ -76,12 +76,12 @@ class _Steps:
         return int(time_ns / max(expected_ns, 1.0))
 
     def most_beside(self, size: int, time_ns: float) -> int:
-        """How many steps one run makes in about that time: several where it can be told to make no more."""
+        """Return how many steps a run makes in about that time: several where it can be told its most steps."""
         call = self._call
         return 1 if call is None else max(1, int(time_ns / max(call.expected_ns(size), 1.0)))
 
     def call(self, given: list[Array], size: int, most: int) -> list[Array]:
-        """Next variables, who goes on, and how many steps were made, here and now."""
+        """Return the next variables, the flags of rows that go on, and the number of steps made, here and now."""
         assert self._call is not None
         return self._call([most, *given], size)
 
@@ -105,12 +105,12 @@ class _Steps:
         return [np.ones(len(values[0]), bool), *values]
 
     def rows_of(self, found: list[Array]) -> list[Array]:
-        """The outcome, as that of these rows."""
+        """Return the outcome as the values of these rows."""
         return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
 
 
 def _first_row(values: Array) -> Array:
-    """Return the only row of a slab: a copy, as a store may keep what it is given, and the slab is written to."""
+    """Return the only row of a slab: a copy, as a store may keep the value, and the slab is written to."""
     row: Array = values[0] if values.ndim == 1 else values[0].copy()
     return row
 
@@ -131,21 +131,21 @@ class _Code(NamedTuple):
     one: _Steps | None
     """None where a step, or a predicate, is not to be computed again."""
     is_placed: bool
-    """Its rows stand in the memory of a device."""
+    """True if its rows stand in the memory of a device."""
     has_own_memory: bool
     """That device has some."""
     device: str
     threads: int
-    """How many of its steps that device makes at a time."""
+    """Number of its steps that the device makes at a time."""
 
 
 class PooledActivation(SharedMember):
-    """One activation, which is the place of its firing in line.
+    """An activation, which is the place of its firing in line.
 
     Attributes:
         streamed: values of the body that it hands out in each step.
-        untaken: how many steps handed out what nobody has taken yet.
-        is_parked: it is set aside until somebody has.
+        untaken: number of steps whose streamed values the consumer has not taken yet.
+        is_parked: True if it is set aside until the consumer takes values.
         others: see `Activation`.
     """
 
@@ -170,11 +170,11 @@ class PooledActivation(SharedMember):
 
 
 class LoopPool(SharedWork):
-    """One pool: activations of one loop for which what they have in common is the same.
+    """A pool: activations of one loop whose shared inputs are equal.
 
     Args:
-        pools: those of the session.
-        key: names it among them.
+        pools: pools of the session.
+        key: key of the pool among them.
         shared: the loop.
         stores_on: the device that has what TensorArrays and RowStores among the variables hold; None without any.
     """
@@ -198,14 +198,14 @@ class LoopPool(SharedWork):
         self._is_long = False
         """The last step took longer than a turn."""
         self._most_beside = np.array(1)
-        """How many steps the run that is under way makes."""
+        """Number of steps that the run under way makes."""
         # No row has made as many steps before the pool has made so many.
         self._next_limit = inf if pools.max_iterations is None else 0
 
     # -- as those see it who wait --------------------------------------------------------------------------------
 
     def join(self, activation: PooledActivation) -> None:
-        """One waits for its first step, or for the next one after it was set aside."""
+        """Add an activation that waits for its first step, or for the next after it was set aside."""
         if activation.is_checked and self._next_limit < inf:
             self._next_limit = 0
         self._has_streams = self._has_streams or activation.streamed != ()
@@ -215,12 +215,12 @@ class LoopPool(SharedWork):
             self._most_beside[...] = 1  # or as many as it has made
 
     def give_way(self, rank: float) -> None:
-        """Ends the run that is under way with the step that it is at, if those of that rank go before it."""
+        """End the run under way after its present step, if steps of that rank go first."""
         if rank < self.stepper.rank:
             self._most_beside[...] = 1
 
     def now_s(self) -> float:
-        """The time, as deadlines have it."""
+        """Return the time on the clock of deadlines."""
         return self.batches.turn.loop.time()
 
     def members(self) -> Iterator[PooledActivation]:
@@ -228,22 +228,22 @@ class LoopPool(SharedWork):
         return self.rows.everybody()
 
     def left(self, place: PlaceInLine) -> None:
-        """Nobody wants an activation any more."""
+        """Note that an activation is not wanted any more."""
         assert isinstance(place, PooledActivation)
         self.rows.give_up(place)
         self._most_beside[...] = 1
 
     def describe(self) -> str:
-        """How many there are."""
+        """Return the number of activations in words."""
         return f"{self.rows.live} of at most {self.shared.pool.capacity} are stepped together"
 
     def may_step(self, count: int) -> bool:
-        """Whether so many steps may be made at once: nobody has come or gone for a while, or has made too many."""
+        """Return whether `count` steps may be made at once: no row has come or gone for a while, or made too many."""
         is_calm = self._calm == _MOST_CALM and self.shared.has_several
         return is_calm and self.rows.steps + count <= self._next_limit
 
     def count(self, size: int, steps: int = 1) -> None:
-        """Counts steps of so many."""
+        """Count steps of `size` rows."""
         self.batches.count_call(self.shared, size, calls=steps)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class LoopPool(SharedWork):
         self.deliver(self.rows.settle(group, first, goes_on))
 
     async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
-        """Steps a group: often, as far as nobody waits for that, or, where that fails, once."""
+        """Step a group: many times, as far as no other work waits for that; once where that fails."""
         count, size, most = len(group.rows), group.size(), 1.0
         if self.shared.is_repeatable:
             # Where the pool is full, nobody can join before one leaves, which ends the call.
@@ -345,9 +345,9 @@ class LoopPool(SharedWork):
         self._advance_parts(group, parts)
 
     async def _at_once(self, steps: _Steps, given: list[Array], size: int, most: float) -> list[Array] | None:
-        """The outcome of at most so many steps, here and now or, where that takes too long, elsewhere.
+        """Return the outcome of at most `most` steps, here and now or, where that takes too long, elsewhere.
 
-        None where one step is to be made, and has not been tried yet, or is to show whose fault it is.
+        None where a single step is to be made that has not been tried yet, or is to show which row is at fault.
 
         Raises:
             Exception: the step has failed, and cannot be repeated.
@@ -365,7 +365,7 @@ class LoopPool(SharedWork):
         return None
 
     def _beside(self, steps: _Steps, size: int) -> Array:
-        """How many steps a run makes; fewer once somebody comes or goes."""
+        """Return the most steps of a run, which drops to 1 once a row comes or goes."""
         time_ns = (_TURN_NS if self.stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
         most = steps.most_beside(size, time_ns) if self.shared.is_repeatable else 1
         self._is_long = self._is_long or steps.most_beside(size, _TURN_NS) == 1
@@ -390,7 +390,9 @@ class LoopPool(SharedWork):
             self.tell(activation, following)
 
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
-        """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
+        """Step a group once, and hand out its streamed values; an activation too far ahead of its consumer is set
+        aside.
+        """
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
         plan = await self.bodies.plan_of(self.shared.emitting(streamed), self.stores_on)
         n_vars = self.shared.n_vars
@@ -453,7 +455,7 @@ class LoopPool(SharedWork):
         return await in_halves(range(first, end), computed, failed)
 
     async def _end_endless(self) -> None:
-        """Ends those that have made too many steps."""
+        """End activations that have made too many steps."""
         for group in list(self.rows.groups.values()):
             if isinstance(group, PlacedRows):
                 await self._placed.catch_up(group)
@@ -465,7 +467,7 @@ class LoopPool(SharedWork):
         self._next_limit = limit + min((activation.since for activation in rows.everybody()), default=rows.steps)
 
     def deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
-        """Tells those who have ended their results."""
+        """Give activations that have ended their results."""
         ended.reverse()
         while ended:  # and nobody's results are kept until others have used theirs
             self.tell(*ended.pop())
@@ -492,12 +494,12 @@ class LoopPool(SharedWork):
 
 
 class Pools(SharedWorks):
-    """The pools of a session in which somebody is.
+    """The pools of a session that have activations.
 
     Args:
-        batches: of the session.
+        batches: batches of the session.
         max_iterations: of any loop; None for no limit.
-        is_watched: rows carry the number of their owner.
+        is_watched: True if rows carry the number of their owner.
     """
 
     def __init__(self, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
@@ -513,12 +515,12 @@ class Pools(SharedWorks):
         streamed: tuple[Tensor, ...],
         stores_on: str | None,
     ) -> PooledActivation:
-        """The place in line of one activation, whose results are its last loop variables.
+        """Return the place in line of an activation, whose results are its last loop variables.
 
         Args:
             shared: the loop.
-            inputs: initial values of the variables, and what it captures.
-            part: the run that it is of.
+            inputs: initial values of the variables, and captured values.
+            part: the run that the activation is part of.
             streamed: values of the body that it hands out.
             stores_on: see `LoopPool`.
         """
@@ -534,7 +536,7 @@ class Pools(SharedWorks):
         return activation
 
     def rejoin(self, key: Hashable, activation: PooledActivation) -> None:
-        """One that was set aside goes on; the pool that it was in may be no more."""
+        """Let an activation that was set aside go on; its earlier pool may be gone."""
         assert isinstance(activation.state, LoopPool)
         pool = activation.state = self._pool(key, activation.state.shared, activation.state.stores_on)
         pool.join(activation)

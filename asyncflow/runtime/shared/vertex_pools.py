@@ -26,7 +26,7 @@ from asyncflow.values import Array, Value
 from asyncflow.vertex.shared import SharedSets
 
 _MANY = 4096
-"""Graphs of more vertices are put in order by themselves, so that nobody waits for that."""
+"""Graphs of more vertices are ordered by themselves, so that other runs do not wait for that."""
 
 
 class VertexMember(SharedMember):
@@ -45,13 +45,13 @@ class VertexMember(SharedMember):
 
 
 class VertexPool(SharedWork):
-    """Runs of one shared vertex map for which what they have in common is the same.
+    """Runs of one shared vertex map whose shared inputs are equal.
 
     Args:
-        pools: those of the session.
+        pools: pools of the session.
         key: names it among them.
         shared: the vertex map.
-        common: what all have in common.
+        common: the shared inputs.
     """
 
     def __init__(self, pools: VertexPools, key: Hashable, shared: SharedSets, common: Sequence[Array]) -> None:
@@ -61,9 +61,9 @@ class VertexPool(SharedWork):
         self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
         self._memory: MemoryAccount
         self._joining: list[VertexMember] = []
-        """Those whose graphs are being put in order."""
+        """Runs whose graphs are being ordered."""
         self._ended: list[tuple[VertexMember, list[Array]]] = []
-        """Those who are still to be told, and their results."""
+        """Runs that are still to be told, and their results."""
         self._plan: Plan
         """By which sets are computed."""
         self._order: Plan | None = None
@@ -71,7 +71,7 @@ class VertexPool(SharedWork):
         self._burst_end = 0.0
         self._has_joined = asyncio.Event()
         self._is_awaited = False
-        """Whether arrivals are looked at in the next pass of the event loop."""
+        """True if arrivals are looked at in the next pass of the event loop."""
 
     def members(self) -> list[VertexMember]:
         """See `SharedWork.members`."""
@@ -82,7 +82,7 @@ class VertexPool(SharedWork):
         return [*self.members(), *(member for member, _ in self._ended)]
 
     def describe(self) -> str:
-        """How many there are."""
+        """Return the number of runs in words."""
         return f"sets of {len(self.rows.members)} runs are computed together"
 
     def join(self, member: VertexMember) -> None:
@@ -142,7 +142,7 @@ class VertexPool(SharedWork):
         self._order = None
 
     def _arrived(self) -> None:
-        """Begins to put the graphs in order of those that wait."""
+        """Begin to order the graphs of waiting runs."""
         self._is_awaited = False
         if self._order is not None:
             for members in self._taken():
@@ -165,7 +165,7 @@ class VertexPool(SharedWork):
         return found
 
     async def _join(self, members: list[VertexMember]) -> None:
-        """Puts graphs in order, as one; if that fails, each by itself, and those at fault are told."""
+        """Order graphs as one; if that fails, each by itself, and runs at fault are told."""
         failure = None
         try:
             group = await self._in_order(members)
@@ -222,7 +222,7 @@ class VertexPool(SharedWork):
 
     @property
     def _limit_ns(self) -> int:
-        """How long it holds the event loop at a time: the turn is its own, as it is of steps of pooled loops.
+        """Return how long it holds the event loop at a time: the turn is its own, as it is of steps of pooled loops.
 
         A thread would hold the interpreter's lock by turns with the loop: it takes longer, and saves nothing.
         """

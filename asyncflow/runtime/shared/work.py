@@ -68,15 +68,15 @@ class SharedWork(TellingState):
     # -- what each kind of work says of itself -----------------------------------------------------------------------
 
     def members(self) -> Iterable[SharedMember]:
-        """Give all members: those that wait, and those that have joined."""
+        """Return all members, waiting or joined."""
         raise NotImplementedError
 
     async def prepare(self) -> None:
-        """Compile what the steps need."""
+        """Compile the plans that the steps need."""
         raise NotImplementedError
 
     async def step(self) -> None:
-        """Compute one step, with what comes before and after it."""
+        """Compute one step, with its preparation and follow-up."""
         raise NotImplementedError
 
     async def goes_on(self) -> bool:
@@ -84,7 +84,7 @@ class SharedWork(TellingState):
         raise NotImplementedError
 
     def fail_all(self, error: Exception) -> None:
-        """Tell all members that they have failed."""
+        """Fail all members with an error."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class SharedWorks:
 
     @property
     def sharing(self) -> int:
-        """Number of works that share a turn: those that do not wait for theirs, and 1 at least."""
+        """Return the number of works that share a turn, without works that wait for theirs; at least 1."""
         waiting = self.batches.steps.waiting
         if not waiting:
             return len(self._works) or 1
@@ -189,7 +189,7 @@ class SharedWorks:
 
 
 def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
-    """Give what is equal for members of which the values that all of them share are the same."""
+    """Yield keys that are equal for members whose shared values are the same."""
     for value, own in zip(inputs, has_rows, strict=True):
         if not own:
             yield identity_of(value)

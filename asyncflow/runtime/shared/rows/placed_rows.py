@@ -17,7 +17,7 @@ from asyncflow.runtime.shared.rows.pool import A, RowGroup
 from asyncflow.values import Array, Value
 
 _NEW = -1
-"""Place of a row that is in no slab: its values are those that it has joined with."""
+"""Place of a row that is in no slab: its values are the values that it has joined with."""
 
 
 class PlacedRows(RowGroup[A]):

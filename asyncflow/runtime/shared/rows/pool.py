@@ -1,24 +1,25 @@
-"""The rows of a pooled loop: who is stepped, who waits, and where each one's variables stand. No event loop in here.
+"""The rows of a pooled loop: which activations are stepped, which wait, and where the variables of each stand. The
+module has no event loop.
 
-Values stand in slabs, one for each input that activations have of their own, the rows that are stepped first. One that
-ends is replaced by the last of them, so a step works on a prefix and nothing is gathered: joining costs a row that is
-copied in, leaving one that is copied out, and one that takes its place. Activations whose values have other shapes
-stand in slabs of their own, a group, which is a step of its own; so do, if the body stacks or slices stores, the rows
-whose stores have equally many entries. Where values grow with each step, those that begin
-together stay together, and nobody else is ever of their length. So new ones begin once as many wait as there are rows:
-then there are few groups, as each is at least as large as all before it, less who has ended.
+Values stand in slabs, one for each input that activations have of their own, the rows that are stepped first. A row
+that ends is replaced by the last of them, so a step works on a prefix and nothing is gathered. Joining costs a row that
+is copied in; leaving costs a row that is copied out, and another that takes its place. Activations whose values have
+other shapes stand in slabs of their own, a group, which is a step of its own; so do, if the body stacks or slices
+stores, the rows whose stores have equally many entries. Where values grow with each step, activations that begin
+together stay together, and no later one ever has their length. So new ones begin once as many wait as there are rows:
+then there are few groups, as each is at least as large as all before it, less the rows that have ended.
 
 ======================== =============================================================================================
 event                    what happens
 ======================== =============================================================================================
 `join`                   the activation waits
-`admit`                  those that wait are rows behind the others, as far as there is room: the lowest priority
-                         number, but for a share of the rows for each other one; of one number, who is due first.
+`admit`                  waiting ones become rows behind the others, as far as there is room: the lowest priority
+                         number, but for a share of the rows for each other one; of one number, the first due.
                          Not where values grow and fewer wait than there are rows, unless one has waited long enough
 `settle`                 rows that do not go on leave, with their variables as results
 `advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
-                         large as those of another group join that
-`give_up`                nobody wants an activation any more: it leaves with the next `drop`, without results
+                         large as rows of another group join it
+`give_up`                an activation is not wanted any more: it leaves with the next `drop`, without results
 `park`                   a row leaves with all its values, and waits to `join` again
 `single_out`             the only one there is needs no row: its values stay its inputs until others wait, too
 ======================== =============================================================================================
@@ -40,17 +41,17 @@ _FIRST_ROWS = 4
 
 
 class Activation(Protocol):
-    """One activation of the loop.
+    """An activation of the loop.
 
     Attributes:
-        inputs: values of its variables, and what it captures; while it is no row.
+        inputs: values of its variables, and captured values; while it has no row.
         number: of its arrival, the last time that it joined.
-        priority: those with a lower one are rows first.
+        priority: activations with a lower number get rows first.
         due_s: likewise, of one priority.
         patient_s: until then it may wait for others to begin with it.
-        is_gone: nobody wants its results any more.
-        is_checked: it is known to go on.
-        since: how many steps the pool has made without it; of those that wait, the steps they have made below 0.
+        is_gone: True if its results are not wanted any more.
+        is_checked: True if it is known to go on.
+        since: number of steps that the pool has made without it; for a waiting one, minus the steps that it has made.
     """
 
     inputs: Sequence[Array]
@@ -101,7 +102,7 @@ class RowGroup(Generic[A]):
         return self.with_rows(self.rows[row], [_taken(slab, row) for slab in self._slabs])
 
     def with_rows(self, activation: A, own: Sequence[Array]) -> list[Array]:
-        """The inputs of one, of which those that have rows are these."""
+        """Return the inputs of an activation, with `own` as the values of the inputs that have rows."""
         found = list(activation.inputs)
         for place, value in zip(self._own, own, strict=True):
             found[place] = value
@@ -112,7 +113,7 @@ class RowGroup(Generic[A]):
         return [_taken(slab, row) for slab in self._slabs[: self._n_vars]]
 
     def size(self) -> int:
-        """How many elements its rows have."""
+        """Return the number of elements of its rows."""
         return len(self.rows) * self._row_size
 
     def extents(self, row: int, *, by_size: bool) -> Hashable:
@@ -197,14 +198,14 @@ def _taken(slab: Array, row: int) -> Array:
 
 
 class PoolRows(Generic[A]):
-    """Activations that share what is the same for all of them.
+    """Activations whose shared inputs are equal.
 
     Args:
         capacity: most rows.
-        n_vars: how many inputs are variables; they come first.
+        n_vars: number of inputs that are variables; they come first.
         has_rows: of each input, whether each activation has its own.
-        is_watched: rows carry the number of their owner, which is looked at when they leave.
-        by_size: rows of one group have stores of equal sizes.
+        is_watched: True if rows carry the number of their owner, which is checked when they leave.
+        by_size: True if rows of one group have stores of equal sizes.
     """
 
     def __init__(
@@ -217,17 +218,17 @@ class PoolRows(Generic[A]):
         by_size: bool = False,
     ) -> None:
         self.groups: dict[Hashable, RowGroup[A]] = {}
-        """By the extents of their values."""
+        """Groups by the extents of their values."""
         self.live = 0
-        """How many rows there are."""
+        """Number of rows."""
         self.steps = 0
-        """How many there have been."""
+        """Number of steps made."""
         self.group_type: type[RowGroup[A]] = RowGroup
-        """Where rows stand."""
+        """Type of the groups, by the place of their rows."""
         self.alone: A | None = None
-        """Who was singled out."""
+        """The activation that was singled out."""
         self._waiting = PriorityLine[float, A]()
-        """By priority, who is due first in front."""
+        """By priority, the activation that is due first in front."""
         self._arrivals = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
@@ -236,11 +237,11 @@ class PoolRows(Generic[A]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is there."""
+        """Return whether the pool has no activation."""
         return not (self.live or self._waiting.by_priority or self.alone is not None)
 
     def everybody(self) -> Iterator[A]:
-        """Rows, and those that wait."""
+        """Return rows and waiting activations."""
         if self.alone is not None:
             yield self.alone
         for group in self.groups.values():
@@ -248,17 +249,17 @@ class PoolRows(Generic[A]):
         yield from self._waiting
 
     def join(self, activation: A) -> None:
-        """One waits for its first step, or for its next one."""
+        """Add an activation that waits for its first step, or for its next."""
         activation.number = self._arrivals
         self._arrivals += 1
         self._waiting.add(activation.priority, activation.due_s, activation)
 
     def give_up(self, activation: A) -> None:
-        """Nobody wants its results any more."""
+        """Note that an activation's results are not wanted any more."""
         activation.is_gone = self._has_gone = True
 
     def single_out(self) -> A | None:
-        """The only one there is, who then is no row, nor waits; None if there are several."""
+        """Return the only activation, which then has no row and does not wait; None if there are several."""
         if self.alone is None and self.live + len(self._waiting) == 1:
             for group in self.groups.values():
                 self.join(self.park(group, 0))
@@ -290,13 +291,13 @@ class PoolRows(Generic[A]):
         return found
 
     def _are_too_few(self, now_s: float) -> bool:
-        """Whether those that wait had better begin with others; not if one has been a row before."""
+        """Return whether waiting activations had better begin with others; never if one of them had a row before."""
         if len(self._waiting) >= self.live:
             return False
         return not any(first.is_checked or first.patient_s <= now_s for first in self._waiting.firsts())
 
     def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
-        """Makes one a row, now or with those of its shapes that are not known to go on."""
+        """Give an activation a row, now or with others of its shapes that are not known to go on."""
         self.live += 1
         key: Hashable = tuple([_extents(activation.inputs[place], by_size=self._by_size) for place in self._own])
         if activation.is_checked:
@@ -305,15 +306,15 @@ class PoolRows(Generic[A]):
             fresh.setdefault(key, []).append(activation)
 
     def settle(self, group: RowGroup[A], first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
-        """Has rows leave that do not go on.
+        """Remove rows that do not go on.
 
         Args:
             group: whose rows.
             first: the first row that the flags are about.
-            goes_on: flags of it and those behind it.
+            goes_on: flags of that row and the rows behind it.
 
         Returns:
-            Those that have left, and their results.
+            The activations that have left, and their results.
         """
         if b"\0" not in goes_on.tobytes():
             return []
@@ -326,7 +327,7 @@ class PoolRows(Generic[A]):
     def advance(
         self, group: RowGroup[A], following: Sequence[Array], goes_on: Array, steps: int = 1
     ) -> list[tuple[A, list[Array]]]:
-        """Takes the variables of all rows of a group after so many steps; see `settle`."""
+        """Set the variables of all rows of a group after `steps` steps; see `settle`."""
         self.steps += steps
         for other in self.groups.values():
             for activation in other.rows if other is not group else ():
@@ -343,13 +344,13 @@ class PoolRows(Generic[A]):
     def part(
         self, group: RowGroup[A], parts: Sequence[tuple[int, Sequence[Array], Array]]
     ) -> list[tuple[A, list[Array]]]:
-        """Takes the variables of all rows of a group after a step that was made in parts; see `settle`.
+        """Set the variables of all rows of a group after a step that was made in parts; see `settle`.
 
-        Their shapes may differ from part to part, so those that go on join anew; rows that are in no part leave.
+        Their shapes may differ from part to part, so rows that go on join anew; rows that are in no part leave.
 
         Args:
             group: whose rows.
-            parts: the first row of each, the variables of its rows, and who goes on.
+            parts: the first row of each, the variables of its rows, and the flags of rows that go on.
         """
         made = {
             group.rows[first + row]: ([_taken(values, row) for values in following], goes_on[row])
@@ -369,7 +370,7 @@ class PoolRows(Generic[A]):
         return ended
 
     def advance_alone(self, following: Sequence[Array], *, goes_on: bool, steps: int) -> None:
-        """Takes the variables of the one who was singled out after so many steps; it leaves if it does not go on."""
+        """Set the variables of the single activation after `steps` steps; it leaves if it does not go on."""
         assert self.alone is not None
         self.steps += steps
         self.alone.inputs = [*following, *self.alone.inputs[self._n_vars :]]
@@ -378,13 +379,13 @@ class PoolRows(Generic[A]):
             self.alone = None
 
     def drop(self) -> None:
-        """Has rows leave that nobody wants any more."""
+        """Remove rows that are not wanted any more."""
         if self._has_gone:
             self._has_gone = False
             self.remove_where(lambda activation: activation.is_gone)
 
     def remove_where(self, leaves: Callable[[A], bool]) -> list[A]:
-        """Has rows leave without results, and gives them."""
+        """Remove rows without results, and return them."""
         removed = [
             self.remove(group, row)
             for group in list(self.groups.values())
@@ -397,7 +398,7 @@ class PoolRows(Generic[A]):
         return removed
 
     def park(self, group: RowGroup[A], row: int) -> A:
-        """A row leaves with all its values."""
+        """Remove a row with all its values."""
         activation = group.rows[row]
         activation.inputs = group.values(row)
         activation.since -= self.steps
