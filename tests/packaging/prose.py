@@ -90,7 +90,7 @@ FIGURES: Final = {
     "ops": Figures(0.0, 30, 8, 0),
     "optim": Figures(0.0, 37, 0, 0),
     "profiler": Figures(0.0, 21, 0, 2),
-    "runtime": Figures(0.7, 43, 38, 1),
+    "runtime": Figures(0.8, 43, 38, 2),
     "semantics": Figures(0.0, 39, 8, 0),
     "serving": Figures(0.0, 27, 2, 0),
     "state": Figures(0.0, 39, 3, 0),
