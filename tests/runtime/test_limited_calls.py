@@ -620,6 +620,31 @@ async def test_a_function_that_waits_for_itself_is_told_so(is_async: bool) -> No
         assert await session.run(y, {x_in: 1.0}) == 1
 
 
+def test_a_function_may_wait_for_itself_until_a_deadline() -> None:
+    """The run that it asks for ends by itself, and the function goes on."""
+
+    async def main() -> None:
+        async with af.Session(graph) as session:
+            sessions.append(session)
+            assert await session.run(y, {x_in: 1.0}) == 7
+            with pytest.raises(af.KernelError, match=r"its own call counts for max_concurrency=1"):
+                await session.run(y, {x_in: 2.0})
+
+    sessions: list[af.Session] = []
+
+    @af.op(outputs=SCALAR, max_concurrency=1)
+    async def asks(x: Any) -> Any:
+        try:
+            return await sessions[0].run(y, {x_in: x - 1}, timeout=1.0 if x == 1 else None)
+        except af.DeadlineExceeded:
+            return 7.0
+
+    with af.Graph() as graph:
+        x_in = af.placeholder("float64", ())
+        y = asks(x_in)
+    on_virtual_time(main)
+
+
 def test_waiting_calls_leave_at_once_and_lose_nothing() -> None:
     async def main() -> None:
         async with af.Session(graph, devices=["cpu:0"]) as session:

@@ -304,7 +304,8 @@ class LimitedFunction(LinedState):
         attempt = partial(self._awaited if is_async else self._beside, limits, function, values)
         failed, errors = 0, deque[Exception](maxlen=_MOST_TOLD)
         try:
-            self._refuse_to_wait_for_itself(within)
+            if part.deadline_s == inf:
+                self._refuse_to_wait_for_itself(within)
             while True:
                 asked_ns = self._clock()
                 await self._turn(part, f"a call of {limits.name}", rank, within)
@@ -337,7 +338,7 @@ class LimitedFunction(LinedState):
             errors.clear()  # their tracebacks lead to this frame, and that would be a cycle
 
     def _refuse_to_wait_for_itself(self, within: Sequence[BegunAttempt]) -> None:
-        """Raise if every slot is taken by attempts that this call is part of.
+        """Raise if every slot is taken by attempts that this call, which has no deadline, is part of.
 
         Raises:
             RuntimeError: they would wait for one another for ever.
@@ -346,7 +347,7 @@ class LimitedFunction(LinedState):
         if self._slots is not None and around >= self._slots:
             raise RuntimeError(
                 f"{self.name} asked for a run that calls it again, which would wait for ever: its own "
-                f"call{'s' * (around > 1)} count for max_concurrency={self._slots}"
+                f"{'calls count' if around > 1 else 'call counts'} for max_concurrency={self._slots}"
             )
 
     def _delay_s(self, limits: CallLimits, part: RunPart, failed: int, error: Exception) -> float | None:
