@@ -272,7 +272,7 @@ FAULTS = (
     ),
     Fault(
         "work of a stopped run is begun",
-        "runtime/executor/executor.py",
+        "runtime/executor/partition_run.py",
         "            withdraw_all(self)",
         "            pass",
         "conformance/test_cancellation",

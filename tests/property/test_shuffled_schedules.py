@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.executor import executor
+from asyncflow.runtime.executor import partition_run
 from asyncflow.runtime.scheduler.scheduler import Scheduler, Statistics
 from asyncflow.semantics.explore import explore
 
@@ -213,7 +213,7 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(executor, "Scheduler", Remembered)
+    monkeypatch.setattr(partition_run, "Scheduler", Remembered)
     return made
 
 

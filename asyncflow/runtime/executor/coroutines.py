@@ -15,7 +15,7 @@ from asyncflow.runtime.executor.kernels.limited_calls import Attempt, attempts_o
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.runtime.executor.executor import Executor
+    from asyncflow.runtime.executor.partition_run import PartitionRun
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 
@@ -34,7 +34,7 @@ class Coroutines:
 
     __slots__ = ("_executor", "_grace", "_tasks")
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: PartitionRun) -> None:
         self._executor = executor
         # With whose firings they are, and who is told of their ends.
         self._tasks: dict[asyncio.Task[object], tuple[PlanNode, Callable[..., None]]] = {}

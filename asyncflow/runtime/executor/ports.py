@@ -23,7 +23,7 @@ from asyncflow.runtime.executor.kernels.provenance import as_kernel_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.runtime.executor.executor import Executor
+    from asyncflow.runtime.executor.partition_run import PartitionRun
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.watch.picks import OnCard
     from asyncflow.values import Value
@@ -40,7 +40,7 @@ class Ports:
 
     __slots__ = ("_executor", "_run", "incoming", "untaken")
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: PartitionRun) -> None:
         self.untaken = 0
         self.incoming: deque[tuple[PlanNode, Iteration, Value, int]] = deque()
         self._executor = executor

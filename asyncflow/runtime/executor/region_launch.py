@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cpu.lanes import Times
-    from asyncflow.runtime.executor.executor import Executor
+    from asyncflow.runtime.executor.partition_run import PartitionRun
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 
@@ -40,7 +40,7 @@ class Regions:
 
     __slots__ = ("_executor", "_waiting", "suspended")
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: PartitionRun) -> None:
         self.suspended: deque[SlicedRegion] = deque()
         self._waiting: dict[SlicedRegion, None] = {}
         self._executor = executor

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cpu.device import CpuDevice
     from asyncflow.devices.swapping import Swapping
-    from asyncflow.runtime.executor.executor import Executor
+    from asyncflow.runtime.executor.partition_run import PartitionRun
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 
 
-def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> bool:
+def goes_to_a_thread(executor: PartitionRun, node: PlanNode, expected_ns: float) -> bool:
     """Return True if a firing of this expected time is not for the event loop."""
     if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
         return False  # the next firing is taken when this one has changed what it changes
@@ -43,7 +43,7 @@ def must_wait(swapping: Swapping, node: PlanNode, inputs: Sequence[Value]) -> bo
 
 
 def launch_on_a_thread(
-    executor: Executor,
+    executor: PartitionRun,
     node: PlanNode,
     iteration: Iteration,
     inputs: Sequence[Value],
@@ -88,7 +88,7 @@ def held(
     return context.copy().run, (holding, hold, work, *args), hold
 
 
-def _to_end(executor: Executor, work: Callable[..., object], *args: Value) -> object:
+def _to_end(executor: PartitionRun, work: Callable[..., object], *args: Value) -> object:
     """The results of work that may pause; no more of it is done once the run has stopped.
 
     Raises:
@@ -103,7 +103,7 @@ def _to_end(executor: Executor, work: Callable[..., object], *args: Value) -> ob
 
 
 def submit(
-    executor: Executor,
+    executor: PartitionRun,
     node: PlanNode,
     size: int,
     work: Callable[..., object],
@@ -140,7 +140,7 @@ def submit(
         executor.submitted[take] = withdraw
 
 
-def withdraw_all(executor: Executor) -> None:
+def withdraw_all(executor: PartitionRun) -> None:
     """Withdraw the firings of a stopped run that no thread has started: their results are not wanted any more."""
     while executor.submitted:
         take, withdraw = executor.submitted.popitem()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.runtime.executor.executor import Executor
+    from asyncflow.runtime.executor.partition_run import PartitionRun
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 
@@ -43,7 +43,7 @@ class Waits:
 
     __slots__ = ("_executor", "_places", "in_line", "new")
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: PartitionRun) -> None:
         self._executor = executor
         self._places: dict[PlaceInLine, _Waiting] = {}
         self.new: list[PlaceInLine] = []
