@@ -14,7 +14,6 @@ from asyncflow.errors import GraphError, SourceLocation, user_location
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.assumptions import Assumption
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.frames import FramePath
 from asyncflow.graph.home import Home
 from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
 from asyncflow.graph.op import Access, Effects, Op
@@ -116,8 +115,8 @@ class Graph(NotPickled):
         self.closed = False
         self.lock = Lock()
         self._base = Scope()
-        self.frames: dict[Node, FramePath] = {}
-        self.enters: dict[FramePath, Node] = {}  # the first of each frame, among so many nodes
+        self.frames: dict[Node, tuple[str, ...]] = {}
+        self.enters: dict[tuple[str, ...], Node] = {}  # the first of each frame, among so many nodes
         self.searched_for_enters = 0
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.cuda.values import CudaArray, CudaHome, CudaOpaque
 from asyncflow.devices.values import as_scalar, is_plain, is_shape, stays_on_host
 from asyncflow.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import Placed
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.streams.cuda.stream import CudaStream
-    from asyncflow.values import Value
+    from asyncflow.values import Array, Value
+
+
+class KernelHome(CudaHome, Protocol):
+    """The device of kernels, as their arguments see it: a `CudaDevice`."""
+
+    @property
+    def cupy(self) -> Cupy:
+        """The module of CuPy."""
+
+    @property
+    def compute_streams(self) -> Sequence[CudaStream]:
+        """Streams of the device's kernels."""
+
+    def copy_in(self, value: Array, name: str, /) -> CudaArray:
+        """Copy an array of the host to the device."""
+
+    def hold(self, stream: CudaStream, /, *arrays: CupyArray) -> None:
+        """Keep memory of other streams until the work given to `stream` in this turn is done."""
 
 
 class Values:
@@ -24,7 +42,7 @@ class Values:
 
     __slots__ = ("_device", "_is_alone", "_ndarray", "stream")
 
-    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
+    def __init__(self, device: KernelHome, stream: CudaStream) -> None:
         self.stream = stream
         self._device = device
         self._ndarray = device.cupy.ndarray

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.devices.cuda.graphs.products import Products
-    from asyncflow.devices.cuda.transfers.holder import CudaHolder
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Array, Kernel, Value
@@ -67,12 +66,11 @@ class CudaNamespace(ModuleType):
         cupy: the module.
         upload: copies a NumPy array into the device's memory, in the order of the stream that is the current one;
             None takes CuPy's own way, which may block while it makes its first buffers.
-        holder: what keeps values of variables in the device's memory; None for a namespace without variables.
+        holder: a `CudaHolder`, which keeps values of variables in the device's memory; None for a namespace without
+            variables.
     """
 
-    def __init__(
-        self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: CudaHolder | None = None
-    ) -> None:
+    def __init__(self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: object = None) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
         self.holder = holder

@@ -6,13 +6,14 @@ Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: cou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.devices.values import DeviceArray, DeviceValue, DType
 from asyncflow.errors import FetchError
 
 if TYPE_CHECKING:
-    from asyncflow.devices.cuda.device import CudaDevice
+    from collections.abc import Callable
+
     from asyncflow.devices.protocol import Deliver, Placed, Shape
     from asyncflow.streams.cuda.cupy_types import CupyArray
     from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
@@ -41,6 +42,43 @@ class Landing:
             self.array = None
 
 
+class ToHost(Protocol):
+    """The copies of a device, as values ask for them: `CudaCopies`."""
+
+    def fetch(self, value: CudaArray, deliver: Deliver, /) -> None:
+        """Copy a device value to the host."""
+
+    def told(self, read: Callable[[], Placed], deliver: Deliver, /) -> Callable[[BaseException | None], None]:
+        """Return a notice that delivers the result of ``read()``."""
+
+
+class Lender(Protocol):
+    """The exchange of a device, as values ask for it: `Exchange`."""
+
+    def lend(self, value: CudaArray, /) -> CupyArray:
+        """Return the array itself, for other code."""
+
+
+class CudaHome(Protocol):
+    """The device of a value, as the value sees it: a `CudaDevice`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the logical device."""
+
+    @property
+    def copies(self) -> ToHost:
+        """Copies to the host."""
+
+    @property
+    def exchange(self) -> Lender:
+        """Exchange with other libraries."""
+
+    @property
+    def compute(self) -> CudaStream:
+        """Stream of the device's kernels."""
+
+
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CudaArray(DeviceArray):
     """An array in a CUDA device's memory.
@@ -56,7 +94,7 @@ class CudaArray(DeviceArray):
     """
 
     array: CupyArray
-    home: CudaDevice
+    home: CudaHome
     stream: CudaStream
     name: str
     _event: CudaEvent | None = None
@@ -138,7 +176,7 @@ class CudaOpaque(DeviceValue):
     """
 
     value: Value
-    home: CudaDevice
+    home: CudaHome
     is_foreign: bool = False
 
     def to_host(self, deliver: Deliver) -> None:

@@ -188,6 +188,7 @@ class Timeline(LaunchingDevice[SimStream]):
     def hand_over(self, nbytes: float) -> bool:
         """Free up to `nbytes` held for other streams, as `CudaDevice.hand_over` does; return True if any were freed."""
         memory, landing = self.memory, self.machine.landing
+        own: object = self
         before = memory.used
         with memory.at_once():
             for event, held in [*self._held.items()]:
@@ -195,7 +196,7 @@ class Timeline(LaunchingDevice[SimStream]):
                     self._follow(event, held)
                     held.clear()
             for event in [*landing]:
-                if before - memory.used < nbytes and landing[event].home is self:
+                if before - memory.used < nbytes and landing[event].home is own:
                     self._follow(event, [landing.pop(event)])
         return memory.used < before
 

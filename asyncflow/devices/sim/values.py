@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from asyncflow.devices.protocol import Deliver, Placed, Shape
-    from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent, SimStream
     from asyncflow.values import Array, Value
 
@@ -97,6 +96,38 @@ class _OneKernel:
             at_once(charge)
 
 
+class StorageWatch(Protocol):
+    """The part of a simulated machine that storage reports to."""
+
+    def check_reuse(self, storage: Storage, /) -> None:
+        """Check that storage which is freed may be overwritten."""
+
+    def keep(self, owner: Array, storage: Storage, /) -> None:
+        """Keep storage as long as an array of state lives."""
+
+
+class SimHome(Protocol):
+    """The device of a value, as the value sees it: a `SimDevice`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the device."""
+
+    @property
+    def memory(self) -> ChargedAccount:
+        """Account of the device's memory."""
+
+    @property
+    def machine(self) -> StorageWatch:
+        """Machine that the device belongs to."""
+
+    def copy_to_host(self, array: SimArray, deliver: Deliver, /) -> None:
+        """Copy an array to the host."""
+
+    def tell_host(self, opaque: SimOpaque, deliver: Deliver, /) -> None:
+        """Deliver an object once the work on it is done."""
+
+
 class Storage:
     """A piece of a device's memory; it is freed when the last reference to it goes.
 
@@ -113,7 +144,7 @@ class Storage:
     __slots__ = ("__weakref__", "_charge", "array", "home", "nbytes", "pool", "readers", "written")
 
     def __init__(
-        self, home: SimDevice, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None = None
+        self, home: SimHome, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None = None
     ) -> None:
         """Count the memory.
 
@@ -234,7 +265,7 @@ class SimOpaque(DeviceValue):
 
     value: Value
     events: tuple[SimEvent, ...]
-    home: SimDevice
+    home: SimHome
 
     def to_host(self, deliver: Deliver) -> None:
         """Deliver the object once the work is done."""
