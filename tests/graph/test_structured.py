@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncflow"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "graph")
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "graph")
 BEHIND_VIEWS = {"body", "cond", "n_vars", "true_branch", "false_branch", "swap_memory"}
 
 

@@ -1,5 +1,4 @@
-"""Pass: decides, for loops on devices with a limit, which saved values stay, move, or are computed again, if not all
-fit.
+"""Pass: decides which saved values stay, move or are computed again, for loops on devices with a limit.
 
 A plan is made for what runs are predicted to hold and to take (`loop_costs`). As long as that fits, nothing is changed.
 Else each loop gets the quickest way that fits (`memory_choices`): the values that move do so from the first iteration

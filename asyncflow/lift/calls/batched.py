@@ -417,8 +417,8 @@ def batched(
     Each firing of such a call waits until nothing else in its session can go on, or for half of the time until its
     deadline, half a second at most. Then the gathered firings, of any runs, iterations and branches, are computed as
     the rows of one call. They share one if they are calls of one place in the program, and their arguments have equal
-    dtypes and shapes. Variables are read once for all members of a call. Any other capture is one value for all members
-    if it depends on constants and variables alone, and only members with the same value share a call. Otherwise each
+    dtypes and shapes. Variables are read once for all members of a call. Other captures are one value for all members
+    if they depend on constants and variables alone, and only members with the same value share a call. Otherwise each
     member has its own value.
 
     A member that is cancelled or late leaves. If the function has branches or loops, a member that never ends does not

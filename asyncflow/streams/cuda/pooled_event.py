@@ -22,7 +22,7 @@ class EventPool:
 
     They take no time stamps, which is cheaper. A thread can sleep in the operating system only on events made for it
     (``cudaEventBlockingSync``). On an H100, recording the 57th such event on a stream that lags behind blocked the
-    caller until the first was done. Any number of other events may be recorded.
+    caller until the first was done. Many other events may be recorded.
     """
 
     __slots__ = ("_cuda", "_made", "free", "runtime")

@@ -1,5 +1,4 @@
-"""Pass: chooses the values of a loop to save, so that its gradient can compute the others cheaply, if that takes less
-memory.
+"""Pass: saves those values of a loop from which its gradient computes the others cheaply, if that takes less memory.
 
 A gradient is built from the values that its rules ask for, and a loop saves each of them. Among the values that these
 are computed from by cheap ops (elementwise ones, casts and views), a minimum cut (`min_cut`) finds the set of least
