@@ -3,7 +3,7 @@
 An expression has the values, dtypes and special cases of NumPy's ufunc: it converts its operands to the dtypes of the
 ufunc's loop, integers wrap around, and division by an integer zero gives 0. Half-precision values are held as `float`
 and rounded after each op, as if they had been stored in between. The source names nothing but CUDA's math functions and
-the functions of `cuda_functions`, and means the same to a C++ compiler.
+the functions in `functions.py`, and means the same to a C++ compiler.
 
 On GPUs nothing is raised: an integer to a negative power is 0, but for 1 and -1. Subnormal floats are whatever the
 kernel's compiler makes of them.
@@ -210,7 +210,7 @@ def compared(name: str) -> Writer:
 
 
 def division(name: str, sign: str) -> Writer:
-    """Division with remainder: a function of `cuda_functions`, and the sign of it for unsigned integers."""
+    """Division with remainder: a function of `functions.py`, and the sign of it for unsigned integers."""
 
     def write(loop: UfuncLoop, a: str, b: str) -> str:
         if loop.kind == "u":
