@@ -320,14 +320,17 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     *Host values* (anything that is no `DeviceValue`, such as NumPy scalars) may be mixed with them in every call. All
     methods are called on the event loop's thread, and none but `start` blocks. Optional operations do nothing here.
 
-    Attributes (more in `LogicalDevice`): region_ns: the expected time that calling a region takes the host, without its
-        kernels. launch_ns: the expected time that launching a kernel takes the host. view_ns: the expected time that
-        making a view of an array takes the host. step_ns: the expected time that a number takes which the host
-        computes, or a value that is saved or found again. variable_ns: the expected time that handing a loop's variable
-        on to the next iteration takes the host. charge: takes what the host does that no other call tells of, and how
-        often, where that is simulated: ``"run"``, for a run that begins on the device, or ``"primitive"``; else None.
+    Attributes (more in `LogicalDevice`):
+        region_ns: the expected time that calling a region takes the host, without its kernels.
+        launch_ns: the expected time that launching a kernel takes the host.
+        view_ns: the expected time that making a view of an array takes the host.
+        step_ns: the expected time that a number takes which the host computes, or a value that is saved or found again.
+        variable_ns: the expected time that handing a loop's variable on to the next iteration takes the host.
+        charge: takes the host's work that no other call tells of, and its count, where that is simulated: ``"run"``,
+            for a run that begins on the device, or ``"primitive"``; else None.
         copy_state_out: takes bytes and a name, and delivers None once so much state has come to the host, if that is
-        simulated. None without such a simulation: arrays that state keeps there are NumPy's, or know their `Holder`.
+            simulated. None without such a simulation: arrays that state keeps there are NumPy's, or know their
+            `Holder`.
     """
 
     charge: Callable[[Any, int], None] | None = None

@@ -49,6 +49,13 @@ def test_the_figures_of_a_room_are_lowered_once_it_is_mended(room: str) -> None:
     assert most.questions <= 1.25 * found.questions + 2, HINT
 
 
+@ROOMS
+def test_attributes_in_docstrings_stand_on_lines_of_their_own(room: str) -> None:
+    """A reflow of paragraphs once joined lists of attributes to their headings."""
+    joined = re.compile(r"^ *Attributes\b[^:\n]*: +\S", re.MULTILINE)
+    assert [f"{each.path}:{each.line}" for each in docstrings_of(room) if joined.search(each.text)] == []
+
+
 def test_the_table_has_the_rooms() -> None:
     assert set(FIGURES) == set(prose.rooms())
 

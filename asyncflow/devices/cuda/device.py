@@ -74,8 +74,9 @@ class CudaDevice(Progress):
 
     Any number of them may share a card; each has streams, memory, a limit and a throttle of its own.
 
-    Attributes (more in `Progress`): copies: moves its values. exchange: takes arrays from other libraries, and lends
-        them some.
+    Attributes (more in `Progress`):
+        copies: moves its values.
+        exchange: takes arrays from other libraries, and lends them some.
     """
 
     region_ns = DEFAULT_HOST.region_s * 1e9  # measured on the host of another card, as are these

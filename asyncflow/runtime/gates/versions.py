@@ -121,7 +121,7 @@ class Versions:
         self._free()
 
     def _free(self) -> None:
-        """Gives back the memory of versions that no run sees any more: on a thread, as for much of it it takes long."""
+        """Give back the memory of versions that no run sees any more: on a thread, since much memory takes long."""
         over = [each for each in self.retired if not each.runs]
         if over:
             self.retired = [each for each in self.retired if each.runs]
