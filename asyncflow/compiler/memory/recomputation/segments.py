@@ -67,7 +67,7 @@ def segments(graph: Graph) -> list[str]:
     """Rewrite all loops of `graph` that may be rewritten, in place.
 
     Returns:
-        Returns a line for people for each loop that saves values: the decision, or why nothing is done.
+        A line for people for each loop that saves values: the decision, or why nothing is done.
 
     Raises:
         GraphError: a loop would have to run a node twice that must not be.
