@@ -68,14 +68,18 @@ def profile(
     sys.stdout.flush()
     if has_failed and not trace.runs:
         return code  # its traceback says it all
-    print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
-    if trace.interpreted:
-        print(
-            f"{trace.interpreted} of {len(trace.runs)} runs were interpreted, since the program's own trace records "
-            'every node: af.Trace(detail="node")'
-        )
+    try:
+        # Before anything is printed: a pipe that its reader has closed must not cost the recording.
+        for path in outputs:
+            save(trace, path, color_by=color_by)
+    finally:
+        print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
+        if trace.interpreted:
+            print(
+                f"{trace.interpreted} of {len(trace.runs)} runs were interpreted, since the program's own trace "
+                'records every node: af.Trace(detail="node")'
+            )
     for path in outputs:
-        save(trace, path, color_by=color_by)
         print(f"\nwrote {path}{how_to_open(path)}")
     return code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import signal
 import subprocess
@@ -127,14 +128,17 @@ answer = 42
 
 
 @pytest.fixture(autouse=True)
-def _modules() -> Iterator[None]:
-    """Modules that programs import are theirs alone, and arguments and search path are given back."""
+def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Modules of programs are theirs alone, and arguments and search path are given back."""
+    folder = str(tmp_path_factory.getbasetemp())
     before, argv, path = set(sys.modules), sys.argv, list(sys.path)
     yield
     assert sys.argv is argv
     assert sys.path == path
     for name in set(sys.modules) - before:
-        del sys.modules[name]
+        # Modules of the library stay: an op is registered once in a process.
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -227,6 +231,16 @@ def test_writes_every_format_asked_for(program: Path) -> None:
     assert main(["profile", *outputs, "program.py:coroutine"]) == 0
     assert events(program / "a.json") == events(program / "b.json.gz")
     assert "<script" in (program / "c.html").read_text(encoding="utf-8")
+
+
+def test_a_closed_pipe_costs_no_recording(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ClosedPipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    assert main(["profile", "program.py:squares", "-o", "trace.json"]) != 0
+    assert events(program / "trace.json")
 
 
 def test_arguments_go_to_the_program(program: Path, output: Output) -> None:
