@@ -59,6 +59,9 @@ _OURS = (
 The last of them are regions, which the compiler has written.
 """
 
+_GENERATED = f"{__package__}."
+"""Begins the names of modules whose dataclasses have an `__init__`, whose code stands in no file."""
+
 _STARTERS = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
 """Files that stand below a task or thread in the call stack."""
 
@@ -146,22 +149,17 @@ def is_users(file: str) -> bool:
     return not file.startswith(_OURS)
 
 
-def _is_ours(frame: FrameType) -> bool:
-    """Return True if the frame's code belongs to asyncflow; a dataclass's `__init__` has no file, but its module's
-    names.
-    """
-    file = frame.f_code.co_filename
-    return file.startswith(_OURS) or (
-        file == "<string>" and str(frame.f_globals.get("__name__")).startswith(f"{__package__}.")
-    )
-
-
 def user_location() -> SourceLocation:
     """The innermost line of the call stack that lies outside asyncflow."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
+    file = ""
+    while frame is not None:  # in one loop without calls: each node asks, and gradients from 15 frames further in
+        file = frame.f_code.co_filename
+        is_generated = file == "<string>" and str(frame.f_globals.get("__name__")).startswith(_GENERATED)
+        if not (is_generated or file.startswith(_OURS)):
+            break
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_STARTERS):
+    if frame is None or file.startswith(_STARTERS):
         # A task's own stack ends here: the line that started the event loop says nothing.
         return _definition.get()
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -18,6 +18,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, is_symbolic, symbolic
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.structured import deep
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import format_shape, is_compatible
@@ -169,15 +170,14 @@ def _refuse_queues(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> 
         return
     reached = Dependencies({}).of(graph.nodes, dict.fromkeys(xs, 1))
     filled = {put.attrs["queue"].effect_key: put for put in puts if any(x in reached for x in put.inputs)}
-    for node in nodes_behind(graph, ys):
-        for inner in (node, *(each for body in node.subgraphs for each in body.walk())):
-            put = filled.get(inner.attrs["queue"].effect_key) if inner.op in TAKES else None
-            if put is not None:
-                raise GraphError(
-                    f"gradients: a y comes out of queue {inner.attrs['queue'].name!r}, and an x goes into it at "
-                    f"{put.location}; no gradient goes through a queue, as its elements may come from other runs. "
-                    f'unconnected="zero" takes them for constants'
-                )
+    for inner in deep(nodes_behind(graph, ys)):
+        put = filled.get(inner.attrs["queue"].effect_key) if inner.op in TAKES else None
+        if put is not None:
+            raise GraphError(
+                f"gradients: a y comes out of queue {inner.attrs['queue'].name!r}, and an x goes into it at "
+                f"{put.location}; no gradient goes through a queue, as its elements may come from other runs. "
+                f'unconnected="zero" takes them for constants'
+            )
 
 
 def _tensor(graph: Graph, leaf: TensorLike, what: str) -> Tensor:

@@ -18,27 +18,9 @@ from asyncflow.graph.home import Home
 from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
-from asyncflow.graph.structured import StructuredNode, levels
+from asyncflow.graph.structured import StructuredNode, deep, levels
 from asyncflow.graph.values.spec import Spec
 from asyncflow.pickling import NotPickled
-
-
-class Lock:
-    """A lock that the thread which has it may take again; a copy of a graph has one of its own."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
-
-    def __deepcopy__(self, memo: object) -> Lock:
-        return Lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +41,8 @@ _current: Entered[Graph] = Entered("asyncflow_graph")
 _scopes: Entered[Scope] = Entered("asyncflow_scopes")
 
 
-def current_graph() -> Graph | None:
-    """The graph or subgraph that new nodes join, or None."""
-    return _current.innermost()
-
+current_graph = _current.innermost
+"""Returns the graph or subgraph that new nodes join, or None."""
 
 leave_graphs = _current.leave_all
 """Function that makes no graph current in this context: the user's kernels run in a copy of the awaiting code's
@@ -113,7 +93,7 @@ class Graph(NotPickled):
         self.version = 0
         self.label = ""
         self.closed = False
-        self.lock = Lock()
+        self.lock = RLock()
         self._base = Scope()
         self.frames: dict[Node, tuple[str, ...]] = {}
         self.enters: dict[tuple[str, ...], Node] = {}  # the first of each frame, among so many nodes
@@ -171,6 +151,7 @@ class Graph(NotPickled):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         memo[id(self.compiled)] = {}  # of this graph alone
+        memo[id(self.lock)] = RLock()
         return super().__deepcopy__(memo)
 
     def __repr__(self) -> str:
@@ -225,11 +206,12 @@ class Graph(NotPickled):
             raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
         root, scope = self.root, self.scope
         location = location or user_location()
+        full = "" if reserved_name else scope.name_scope + _valid(op.name if name is None else name)
         with root.lock:
             node = op.node_type(
                 graph=self,
                 id=NodeId(root.version),
-                name=reserved_name or self.unique_name(op.name if name is None else name),
+                name=reserved_name or _numbered(full, root._taken),
                 op=op,
                 inputs=inputs,
                 attrs=attrs,
@@ -256,10 +238,9 @@ class Graph(NotPickled):
         with self.root.lock:
             gone = self.nodes[count:]
             del self.nodes[count:]
-            for node in gone:
-                for each in (node, *(inner for body in node.subgraphs for inner in body.walk())):
-                    self.root._by_name.pop(each.name, None)
-                    self.root._taken.pop(each.name, None)
+            for each in deep(gone):
+                self.root._by_name.pop(each.name, None)
+                self.root._taken.pop(each.name, None)
             outputs = {tensor for node in gone for tensor in node.outputs}
             self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
             kept = {key: each for key, each in self.root.assumptions.items() if outputs.isdisjoint(each.tensors)}
@@ -278,20 +259,13 @@ class Graph(NotPickled):
         Raises:
             GraphError: it is no string, is empty, or has a colon, which stands between node and output in a fetch.
         """
-        if not is_name(name):
-            raise GraphError(f"name={name!r}: a name is a string that is not empty and has no ':' in it")
-        return self.reserve(self.scope.name_scope + name)
+        return self.reserve(self.scope.name_scope + _valid(name))
 
     def reserve(self, full: str) -> str:
         """`full`, numbered if taken, and taken from here on; the compiler's own names may have a colon."""
-        taken = self.root._taken
-        with self.root.lock:
-            candidate = full
-            while candidate in taken:
-                taken[full] += 1
-                candidate = f"{full}_{taken[full]}"
-            taken[candidate] = 0
-        return candidate
+        root = self.root
+        with root.lock:
+            return _numbered(full, root._taken)
 
     def has_name(self, name: str) -> bool:
         """Return True if `unique_name` would number `name`, outside all scopes."""
@@ -411,7 +385,10 @@ class Subgraph(Graph):
     @property
     def root(self) -> Graph:
         """See `Graph.root`."""
-        return self.parent.root
+        graph: Graph = self
+        while isinstance(graph, Subgraph):
+            graph = graph.around.graph
+        return graph
 
     def __repr__(self) -> str:
         return f"<Subgraph {self.label} of {len(self.nodes)} nodes>"
@@ -495,6 +472,22 @@ def _combine(effects: Iterable[tuple[Hashable, Access]]) -> Effects:
         if combined.get(resource) is not Access.WRITE:
             combined[resource] = access
     return tuple(combined.items())
+
+
+def _valid(name: str) -> str:
+    if not is_name(name):
+        raise GraphError(f"name={name!r}: a name is a string that is not empty and has no ':' in it")
+    return name
+
+
+def _numbered(full: str, taken: dict[str, int]) -> str:
+    """A name that is not taken, which is from here on; the caller has the lock of the root graph."""
+    candidate = full
+    while candidate in taken:
+        taken[full] += 1
+        candidate = f"{full}_{taken[full]}"
+    taken[candidate] = 0
+    return candidate
 
 
 def _checked_name(name: str) -> str:

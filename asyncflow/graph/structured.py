@@ -15,7 +15,7 @@ from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph, Subgraph
@@ -215,9 +215,26 @@ def levels(graph: Graph) -> Iterator[Graph]:
                 stack.extend(node.subgraphs)
 
 
+def deep(nodes: Iterable[Node]) -> list[Node]:
+    """Return nodes, and behind each all that is in its bodies."""
+    return [each for node in nodes for each in (node, *(inner for body in node.subgraphs for inner in body.walk()))]
+
+
 def add_parameter(body: Subgraph, spec: Spec, name: str, location: SourceLocation, place: int) -> Tensor:
     """Add a parameter to `body` at this place among its nodes, in front of all nodes that may use it."""
     parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=location)
     parameter.control_inputs = []
     body.nodes.insert(place, body.nodes.pop())
     return parameter.outputs[0]
+
+
+def join_captures(bodies: Sequence[Subgraph], n_parameters: int) -> list[Tensor]:
+    """Gives all `bodies` the same captures in the same order, and closes them; returns the outer tensors."""
+    joined = list(dict.fromkeys(outer for body in bodies for outer in body.captures))
+    for body in bodies:
+        for outer in joined:
+            body.import_tensor(outer)
+        body.inputs = body.inputs[:n_parameters] + [body.captures[outer] for outer in joined]
+        body.captures = dict(zip(joined, body.inputs[n_parameters:], strict=True))
+        body.closed = True
+    return joined

@@ -14,6 +14,7 @@ from asyncflow.graph.building.build import apply, as_tensor, graph_for, identity
 from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.structured import deep
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec
@@ -96,7 +97,7 @@ class SharedSets(SharedCode):
             if not is_static(x.shape):
                 raise CannotLift(f"{x.name} {x.spec}, which sets give, is of a shape that is not known in full")
         self.specs = tuple(Spec(x.dtype, (None, *(x.shape or ()))) for x in wanted)
-        core = [each for node in parts.core for each in (node, *(x for body in node.subgraphs for x in body.walk()))]
+        core = deep(parts.core)
         if (fault := why_not_shareable(core)) is not None:
             raise CannotLift(f"{label} cannot be shared: {fault}")
         warn_of_single_rows(graph_for(), label, "share=True", "vertex", core)

@@ -21,7 +21,7 @@ from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define
-from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.structured import deep
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.spec import Spec
@@ -264,14 +264,10 @@ def _used(
                 captured.append(tensor)
             continue
         stack += node.inputs
-        read += (each for each in (node, *_inside(node)) if each.op is VARIABLE_READ)
+        read += (each for each in deep([node]) if each.op is VARIABLE_READ)
     variables = [each.attrs["variable"] for each in sorted(read, key=lambda each: each.id)]
     found = {variable.serial: variable for variable in variables if carries_gradient(variable.spec)}
     return tuple(captured), tuple(found.values())
-
-
-def _inside(node: Node) -> list[Node]:
-    return [each for body in node.subgraphs for each in body.walk()] if isinstance(node, StructuredNode) else []
 
 
 @sweep_rule(CUSTOM_GRADIENT)

@@ -75,24 +75,29 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
         ShapeError, DTypeError: the op does not accept the inputs; the message names the op and its inputs.
         GraphError: an input belongs to another graph or leaked out of a branch or loop.
     """
-    graph = graph_for(*inputs)
-    if current_graph() is None:  # constants among the inputs join the graph of the tensors
-        with graph:
+    graph = current_graph()
+    if graph is None:
+        with graph_for(*inputs):  # constants among the inputs join the graph of the tensors
             return apply(op, *inputs, name=name, **attrs)
-    tensors = [graph.import_tensor(as_tensor(value)) for value in inputs]
+    tensors: list[Tensor] = []
+    specs: list[Spec] = []
+    for value in inputs:
+        tensor = graph.import_tensor(value if isinstance(value, Tensor) else as_tensor(value))
+        tensors.append(tensor)
+        specs.append(tensor.spec)
     try:
-        specs = op.infer(*(tensor.spec for tensor in tensors), **attrs)
+        made = op.infer(*specs, **attrs)
     except GraphError as error:
         seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
         raise type(error)(f"{op.name}: {error.reason}\n  inputs   {seen or 'none'}") from None
     if not graph.frames and op.name != "enter":
-        return graph.add_node(op, tensors, attrs, specs, name=name).outputs
+        return graph.add_node(op, tensors, attrs, made, name=name).outputs
     # A loop written by hand: its frames are checked as it is built.
     sources = [*(tensor.node for tensor in tensors), *graph.scope.controls]
     for source in sources:
         _record_frame(graph, source)
     frame = frame_of(op.name, name or op.name, sources, graph.frames, user_location())
-    node = graph.add_node(op, tensors, attrs, specs, name=name)
+    node = graph.add_node(op, tensors, attrs, made, name=name)
     graph.frames[node] = frame
     return node.outputs
 

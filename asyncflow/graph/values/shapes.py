@@ -95,8 +95,10 @@ def broadcast(shapes: Iterable[Shape]) -> Shape:
         ShapeError: they do not broadcast together.
     """
     listed = list(shapes)
-    if any(shape is None for shape in listed):
+    if None in listed:
         return None
+    if listed and listed.count(listed[0]) == len(listed):
+        return listed[0]
     known = [shape for shape in listed if shape is not None]
     rank = max((len(shape) for shape in known), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in known]

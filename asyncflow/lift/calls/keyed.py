@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncflow.graph.graph import Graph, Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter
+from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter, deep
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add
@@ -66,16 +66,12 @@ def _next_key(key: Tensor) -> Tensor:
 
 def draw_by_parameter(body: Subgraph, nodes: Sequence[Node]) -> Tensor | None:
     """Have some nodes of a body draw by a key that is a new parameter, and return it; None if none of them draws."""
-    if not any(draws_numbers(each.op) for node in nodes for each in (node, *_inside(node))):
+    if not any(draws_numbers(each.op) for each in deep(nodes)):
         return None
     with reopened(body):
         key = add_parameter(body, Spec(int64, (None,)), "key", nodes[0].location, 0)
     _draw_by_key(nodes, key, 0)
     return key
-
-
-def _inside(node: Node) -> Iterator[Node]:
-    return (each for part in node.subgraphs for each in part.walk())
 
 
 def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
