@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError
+from asyncflow.graph.facts import Fact, facts_of
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel, Namespace
@@ -132,7 +133,9 @@ class Op:
             ops that name the same object are never under way on two threads at once. None: no such state.
         is_undone: True if no effect of such a kernel outlasts a run that ends early: elements it took go back to their
             place.
-        is_pure: True if its outputs depend on its inputs and attributes alone, and it has no other visible effect.
+        facts: reasons why passes may not move its nodes, or run them again (`asyncflow.graph.facts`).
+        is_pure: True if its outputs depend on its inputs and attributes alone, and it has no other visible effect:
+            there are no facts.
     """
 
     name: str = field(kw_only=False)
@@ -161,11 +164,13 @@ class Op:
     commutes: bool = False
     alone: object = None
     is_undone: bool = False
+    facts: frozenset[Fact] = field(init=False)
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        depends = self.needs_context or self.is_async or self.is_random or self.is_user
-        object.__setattr__(self, "is_pure", self.kernel is not None and self.effects is None and not depends)
+        facts = facts_of(self, has_bodies=bool(getattr(self.node_type, "body_names", ())))
+        object.__setattr__(self, "facts", facts)
+        object.__setattr__(self, "is_pure", not facts)
         if self.traits is _UNSAID and self.is_pure and not self.runs_on_host:
             raise GraphError(f"op {self.name!r} does not say traits=, such as NEW or OPAQUE of asyncflow.graph.op")
 

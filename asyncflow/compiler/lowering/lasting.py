@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
+from asyncflow.graph.facts import CALL_AGAIN
 from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of
@@ -25,8 +26,7 @@ def lasts(node: Node) -> bool:
         return False
     if op.effects is not None and has_side_effect(node):
         return True
-    is_repeatable = getattr(node.attrs.get("shared"), "is_repeatable", op.is_repeatable or not op.is_user)
-    return not is_repeatable
+    return not getattr(node.attrs.get("shared"), "is_repeatable", CALL_AGAIN.allows(op))
 
 
 def keeping(kernel: Kernel) -> Kernel:

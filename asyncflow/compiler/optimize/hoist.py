@@ -97,7 +97,9 @@ class _Hoist:
                 if node.outputs and is_constant(node.outputs[0]):
                     available.update(node.outputs)
                 continue
-            runs_anyway = body is self.loop.predicate and _is_repeatable(node)
+            sizes = [nbytes(output.spec) for output in node.outputs]
+            # The predicate is evaluated at least once, so that it may fail there, too.
+            runs_anyway = body is self.loop.predicate and node.op.is_pure and None not in sizes
             if node.op is not IDENTITY and (runs_anyway or cannot_fail(node)) and _is_worthwhile(node):
                 available.update(node.outputs)
                 chosen.append(node)
@@ -140,11 +142,6 @@ def _is_turned_factor(node: Node, body: Subgraph) -> bool:
     (matrix,) = node.outputs
     is_large = matrix.spec.rank == 2 and matrix.dtype.kind == "f" and (nbytes(matrix.spec) or 0) >= _LARGE
     return is_large and any(each.op is MATMUL and each.inputs[1] is matrix for each in body.nodes)
-
-
-def _is_repeatable(node: Node) -> bool:
-    """Return True if one run of the node gives the same as a run in every iteration."""
-    return node.op.is_pure and all(nbytes(output.spec) is not None for output in node.outputs)
 
 
 def _is_worthwhile(node: Node) -> bool:

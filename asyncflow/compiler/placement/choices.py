@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from asyncflow.compiler.placement.constraints import usable_devices
 from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.devices.protocol import Device
-from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.facts import MOVE
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of
@@ -147,9 +148,7 @@ def find_counters(loop: WhileNode) -> Iterator[Node]:
 
 
 def _is_counter(node: Node) -> bool:
-    if node.op in (PARAMETER, CONSTANT) or node.op.kernel is None:
-        return False
-    if node.op.is_user or node.op.is_async or node.op.effects is not None:
+    if node.op is CONSTANT or not MOVE.allows(node.op):
         return False
     return bool(node.outputs) and all(
         tensor.shape == () and tensor.spec.dtype.kind in "biu" for tensor in (*node.inputs, *node.outputs)

@@ -19,6 +19,7 @@ from asyncflow.autodiff.stores.saved_values import MOVING_STORE, NEW_STORE, READ
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
+from asyncflow.graph.facts import MOVE
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
@@ -45,8 +46,7 @@ def is_scalar_spec(spec: Spec) -> bool:
 
 def may_stay_on_host(node: Node) -> bool:
     """Return True if the node is computed on the host when its inputs are there."""
-    op = node.op
-    if op.kernel is None or op.is_user or op.is_async or op.effects is not None:
+    if not MOVE.allows(node.op):
         return False
     if any(tensor.spec.dtype == VARIANT for tensor in node.inputs):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.facts import MOVE
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
@@ -37,8 +38,7 @@ def may_be_left_out(node: Node) -> bool:
     op = node.op
     if op is CONSTANT or cannot_fail(node):
         return True
-    shows = op.kernel is None or op.effects is not None or op.is_async or op.is_user
-    return op.is_total and not shows and has_variants((*node.inputs, *node.outputs))
+    return op.is_total and MOVE.allows(op) and has_variants((*node.inputs, *node.outputs))
 
 
 def has_variants(tensors: Iterable[Tensor]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 from asyncflow.compiler.program.kernels.kernels import Resolve
+from asyncflow.graph.facts import RUN_AGAIN
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.resource import resources_of
 from asyncflow.state.variables.variable_state import VariableState
@@ -55,11 +56,10 @@ def survey(
         op = node.op
         gathers = gathers or op.waits_in_line
         writes = op.effects is not None and has_side_effect(node)
-        # A body that several runs share says for itself whether it only computes.
-        awaits = op.is_async and not getattr(node.attrs.get("shared"), "is_repeatable", False)
         has_users = has_users or (op.is_user and op.is_async)
-        if op.is_user or awaits or writes:
-            is_repeatable = False  # it changes something, or is the user's own code
+        # A body that several runs share says for itself whether it only computes.
+        if writes or not getattr(node.attrs.get("shared"), "is_repeatable", RUN_AGAIN.allows(op)):
+            is_repeatable = False
             takes = takes or (op.is_undone and bool(node.outputs))
         for resource in resources_of(node) if node.attrs else ():
             if resource.waits:

@@ -27,6 +27,7 @@ from asyncflow.graph.building.build import (
     refuse_coroutines,
 )
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
+from asyncflow.graph.facts import CALL_AGAIN
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, derivative
@@ -653,7 +654,7 @@ def identity_of(value: Array) -> Hashable:
 
 def is_repeatable(nodes: Iterable[Node]) -> bool:
     """Return True if the nodes may be computed again: they call no user-defined op that is not pure."""
-    return not any(node.op.is_user and not node.op.is_repeatable for node in nodes)
+    return all(CALL_AGAIN.allows(node.op) for node in nodes)
 
 
 def variables_of(*bodies: Subgraph) -> dict[str, Resource]:

@@ -20,6 +20,7 @@ from asyncflow.compiler.plan import Kind, PlanNode
 from asyncflow.devices.protocol import Device, Placed
 from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
+from asyncflow.graph.facts import CALL_AGAIN
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of, waits_in_line
 from asyncflow.graph.values.dtypes import string
@@ -95,7 +96,7 @@ def asks_others(node: Node) -> bool:
 
 def calls_functions(node: Node) -> bool:
     """Return True if a node calls a user function that is not pure, of whose calls a record has the results."""
-    return node.op.is_user and not node.op.is_repeatable and not asks_others(node)
+    return not CALL_AGAIN.allows(node.op) and not asks_others(node)
 
 
 class Pick(NamedTuple):

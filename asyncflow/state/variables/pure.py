@@ -8,10 +8,10 @@ import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import Subgraph, node_effects
+from asyncflow.graph.facts import UPDATE
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import host_inputs, runs_on_host
-from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.arrays.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.state.variables.immutable import sealed
@@ -25,24 +25,12 @@ def check_pure(body: Subgraph, label: str) -> None:
         GraphError: it uses state, coroutines, random numbers, branches or loops; the message names the node.
     """
     for node in body.nodes:
-        fault = None if node.op is PARAMETER else _impurity(node)
+        fault = None if node.op is PARAMETER else UPDATE.why_not(node.op)
         if fault is not None:
             raise GraphError(
                 f"{label}: {node.name} ({node.op.name}) {fault}; the function of an update may run several times and "
                 f"is made of pure ops only: compute this outside and pass it as an argument\n  built at {node.location}"
             )
-
-
-def _impurity(node: Node) -> str | None:
-    if isinstance(node, StructuredNode):
-        return "is a branch or loop"
-    if node_effects(node):
-        return "uses state or has a side effect"
-    if node.op.is_async:
-        return "is a coroutine"
-    if node.op.is_random or node.op.needs_context:
-        return "draws random numbers"
-    return "has no value of its own" if node.op.kernel is None else None
 
 
 def stays_on_host(x: Tensor) -> bool:

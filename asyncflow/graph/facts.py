@@ -1,0 +1,106 @@
+"""Facts about ops, and the purposes for which they refuse an op: one table of reasons."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from asyncflow.graph.op import Op
+
+
+class Fact(enum.Enum):
+    """A difference between an op and a pure op, whose outputs depend on its inputs and attributes alone."""
+
+    JOINS = "firings are computed together with those of other runs"
+    WAITS = "firings wait for something else to happen"
+    AWAITS = "firings await a function of the user's"
+    CALLS = "it calls code of the user's that is not declared pure"
+    CALLS_PURE = "it calls a function that the user has declared pure"
+    EFFECT = "it reads or changes state"
+    DRAWS = "it depends on the firing, or makes something new each time"
+    BODIES = "it is a branch or loop"
+    GIVEN = "its value comes from elsewhere"
+    BY_HAND = "it is control flow written by hand"
+
+
+def facts_of(op: Op, *, has_bodies: bool) -> frozenset[Fact]:
+    """Return the facts about an op; none if it is pure."""
+    is_given = op.kernel is None and op.name in ("parameter", "placeholder")
+    holds = {
+        Fact.JOINS: op.waits_in_line,
+        Fact.WAITS: op.is_async and not (op.is_user and op.effects is None),
+        Fact.AWAITS: op.is_async and op.is_user and op.effects is None,
+        Fact.CALLS: op.is_user and not op.is_repeatable,
+        Fact.CALLS_PURE: op.is_user and op.is_repeatable,
+        Fact.EFFECT: op.effects is not None,
+        Fact.DRAWS: op.is_random or op.needs_context,
+        Fact.BODIES: has_bodies,
+        Fact.GIVEN: is_given,
+        Fact.BY_HAND: op.kernel is None and not has_bodies and not is_given,
+    }
+    return frozenset(fact for fact, found in holds.items() if found)
+
+
+class Purpose:
+    """A use of nodes that some ops refuse.
+
+    Attributes:
+        reasons: facts that refuse an op, with the words for them; the most telling first.
+        refused: the facts alone.
+    """
+
+    __slots__ = ("reasons", "refused")
+
+    def __init__(self, reasons: Mapping[Fact, str]) -> None:
+        self.reasons = reasons
+        self.refused = frozenset(reasons)
+
+    def allows(self, op: Op) -> bool:
+        """Return True if nodes of an op may be used so."""
+        return self.refused.isdisjoint(op.facts)
+
+    def why_not(self, op: Op) -> str | None:
+        """Return the reason why nodes of an op may not be used so; None if they may."""
+        if self.allows(op):
+            return None
+        return next(why for fact, why in self.reasons.items() if fact in op.facts)
+
+
+RECOMPUTE: Final = Purpose(
+    {Fact.CALLS: "if it changes nothing, and gives the same again, declare it with @af.op(pure=True)"}
+    | dict.fromkeys((Fact.WAITS, Fact.EFFECT, Fact.BY_HAND), "take it out of the function")
+)
+"""A gradient builds the node again. The words are advice."""
+
+ITERATE_AGAIN: Final = Purpose(
+    {
+        Fact.JOINS: "it is computed together with calls of other runs, as a pool or a batch",
+        Fact.AWAITS: "it awaits your function",
+        Fact.WAITS: "it waits for others",
+        Fact.CALLS: "it calls your function, which @af.op(pure=True) does not declare pure",
+        Fact.EFFECT: "it has an effect",
+        Fact.BY_HAND: "it is control flow written by hand",
+    }
+)
+"""The compiler runs an iteration again for a gradient."""
+
+_OUTSIDE: Final = Fact.JOINS, Fact.WAITS, Fact.AWAITS, Fact.CALLS, Fact.CALLS_PURE
+
+RUN_AGAIN: Final = Purpose(dict.fromkeys(_OUTSIDE, "it waits for others, or calls code of the user's"))
+"""A run that ran out of memory is made again; what writes is refused besides."""
+
+CALL_AGAIN: Final = Purpose({Fact.CALLS: "it calls code of the user's that is not declared pure"})
+"""A call for several runs that has failed is made again, for some of them or in parts."""
+
+UPDATE: Final = Purpose(
+    {Fact.BODIES: "is a branch or loop", Fact.JOINS: "is a coroutine", Fact.EFFECT: "uses state or has a side effect"}
+    | dict.fromkeys((Fact.WAITS, Fact.AWAITS), "is a coroutine")
+    | {Fact.DRAWS: "draws random numbers"}
+    | dict.fromkeys((Fact.BY_HAND, Fact.GIVEN), "has no value of its own")
+)
+"""The function of an update runs any number of times until no other update came between."""
+
+MOVE: Final = Purpose(dict.fromkeys(set(Fact) - {Fact.DRAWS}, "it does more than compute a value"))
+"""The node runs on another device than its neighbours, or, if nothing uses its outputs, not at all."""
