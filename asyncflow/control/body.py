@@ -15,7 +15,7 @@ from asyncflow.graph.building.build import (
     identity,
     refuse_coroutines,
 )
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, promote
@@ -119,18 +119,6 @@ def refuse_handles(what: str, paths: Iterable[str], values: Sequence[Tensor]) ->
                 f"{path} of {what} is a TensorArray or RowStore, and these cannot be stacked; return what stack() "
                 f"gives instead"
             )
-
-
-def join_captures(bodies: Sequence[Subgraph], n_parameters: int) -> list[Tensor]:
-    """Gives all `bodies` the same captures in the same order, and closes them; returns the outer tensors."""
-    joined = list(dict.fromkeys(outer for body in bodies for outer in body.captures))
-    for body in bodies:
-        for outer in joined:
-            body.import_tensor(outer)
-        body.inputs = body.inputs[:n_parameters] + [body.captures[outer] for outer in joined]
-        body.captures = dict(zip(joined, body.inputs[n_parameters:], strict=True))
-        body.closed = True
-    return joined
 
 
 def add_outer_controls(node: Node) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, overload
 
-from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
+from asyncflow.control.body import add_outer_controls, as_predicate, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError
 from asyncflow.graph.building.build import TensorLike, graph_for
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import define
-from asyncflow.graph.structured import CondNode
+from asyncflow.graph.structured import CondNode, join_captures
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import dtype_name
 from asyncflow.graph.values.shapes import relax

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, overload
 
-from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
+from asyncflow.control.body import add_outer_controls, as_predicate, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.control.windows import of_whole_windows
@@ -12,7 +12,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import define
-from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.structured import WhileNode, join_captures
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import dtype_name, int64
 from asyncflow.graph.values.shapes import as_shape, format_shape, is_subshape

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from asyncflow.graph.op import Op
+from typing import Final, Protocol
 
 
 class Fact(enum.Enum):
@@ -25,22 +22,12 @@ class Fact(enum.Enum):
     BY_HAND = "it is control flow written by hand"
 
 
-def facts_of(op: Op, *, has_bodies: bool) -> frozenset[Fact]:
-    """Return the facts about an op; none if it is pure."""
-    is_given = op.kernel is None and op.name in ("parameter", "placeholder")
-    holds = {
-        Fact.JOINS: op.waits_in_line,
-        Fact.WAITS: op.is_async and not (op.is_user and op.effects is None),
-        Fact.AWAITS: op.is_async and op.is_user and op.effects is None,
-        Fact.CALLS: op.is_user and not op.is_repeatable,
-        Fact.CALLS_PURE: op.is_user and op.is_repeatable,
-        Fact.EFFECT: op.effects is not None,
-        Fact.DRAWS: op.is_random or op.needs_context,
-        Fact.BODIES: has_bodies,
-        Fact.GIVEN: is_given,
-        Fact.BY_HAND: op.kernel is None and not has_bodies and not is_given,
-    }
-    return frozenset(fact for fact, found in holds.items() if found)
+class Classified(Protocol):
+    """An op with its facts."""
+
+    @property
+    def facts(self) -> frozenset[Fact]:
+        """The facts about it."""
 
 
 class Purpose:
@@ -57,11 +44,11 @@ class Purpose:
         self.reasons = reasons
         self.refused = frozenset(reasons)
 
-    def allows(self, op: Op) -> bool:
+    def allows(self, op: Classified) -> bool:
         """Return True if nodes of an op may be used so."""
         return self.refused.isdisjoint(op.facts)
 
-    def why_not(self, op: Op) -> str | None:
+    def why_not(self, op: Classified) -> str | None:
         """Return the reason why nodes of an op may not be used so; None if they may."""
         if self.allows(op):
             return None
@@ -89,10 +76,10 @@ ITERATE_AGAIN: Final = Purpose(
 _OUTSIDE: Final = Fact.JOINS, Fact.WAITS, Fact.AWAITS, Fact.CALLS, Fact.CALLS_PURE
 
 RUN_AGAIN: Final = Purpose(dict.fromkeys(_OUTSIDE, "it waits for others, or calls code of the user's"))
-"""A run that ran out of memory is made again; what writes is refused besides."""
+"""A run that ran out of memory starts again. Nodes that write are refused, too."""
 
 CALL_AGAIN: Final = Purpose({Fact.CALLS: "it calls code of the user's that is not declared pure"})
-"""A call for several runs that has failed is made again, for some of them or in parts."""
+"""A call for several runs has failed, and is repeated for a part of them."""
 
 UPDATE: Final = Purpose(
     {Fact.BODIES: "is a branch or loop", Fact.JOINS: "is a coroutine", Fact.EFFECT: "uses state or has a side effect"}

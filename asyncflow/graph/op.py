@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.facts import Fact, facts_of
+from asyncflow.graph.facts import Fact
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel, Namespace
@@ -168,7 +168,7 @@ class Op:
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        facts = facts_of(self, has_bodies=bool(getattr(self.node_type, "body_names", ())))
+        facts = _facts_of(self)
         object.__setattr__(self, "facts", facts)
         object.__setattr__(self, "is_pure", not facts)
         if self.traits is _UNSAID and self.is_pure and not self.runs_on_host:
@@ -179,6 +179,25 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"
+
+
+def _facts_of(op: Op) -> frozenset[Fact]:
+    """Return the facts about an op; none if it is pure."""
+    has_bodies = bool(getattr(op.node_type, "body_names", ()))
+    is_given = op.kernel is None and op.name in ("parameter", "placeholder")
+    holds = {
+        Fact.JOINS: op.waits_in_line,
+        Fact.WAITS: op.is_async and not (op.is_user and op.effects is None),
+        Fact.AWAITS: op.is_async and op.is_user and op.effects is None,
+        Fact.CALLS: op.is_user and not op.is_repeatable,
+        Fact.CALLS_PURE: op.is_user and op.is_repeatable,
+        Fact.EFFECT: op.effects is not None,
+        Fact.DRAWS: op.is_random or op.needs_context,
+        Fact.BODIES: has_bodies,
+        Fact.GIVEN: is_given,
+        Fact.BY_HAND: op.kernel is None and not has_bodies and not is_given,
+    }
+    return frozenset(fact for fact, found in holds.items() if found)
 
 
 def bound_kernel(op: Op, xp: Namespace, attrs: Attrs, *, of_scalars: bool) -> Kernel:

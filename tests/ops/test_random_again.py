@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.graph.building.build import constant
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, find_op
 from asyncflow.ops.draws import RowContexts
@@ -38,6 +39,23 @@ def test_a_key_draws_what_its_firing_draws(seed: int, inside: int) -> None:
     )
     assert np.array_equal(rows[0], expected)
     assert not np.array_equal(rows[1], expected)
+
+
+@pytest.mark.parametrize("draws_by_key", [False, True])
+def test_a_number_draws_what_that_iteration_draws(draws_by_key: bool) -> None:
+    """In place of a key: two loops stand for the one whose iteration it is, and those inside of it are as they were."""
+    with Graph():
+        key, number = random_key(), constant(7)
+        node = random.normal((3,), seed=5).node
+        if draws_by_key:
+            draw_by_key(node, key, 2)
+        draw = node.op.kernel(np, **node.attrs)  # type: ignore[misc]
+        draw_by_key(node, number, 1)
+    again: Any = RANDOM_AGAIN.kernel
+    told = [np.array([3, 8, 5])] if draws_by_key else []
+    expected = draw(KernelContext(3, 8, (4, 7, 6)), *told)
+    assert np.array_equal(again(np, **node.attrs)(KernelContext(3, 8, (4, 1, 2, 6)), np.int64(7), *told), expected)
+    assert not np.array_equal(again(np, **node.attrs)(KernelContext(3, 8, (4, 1, 2, 6)), np.int64(8), *told), expected)
 
 
 def test_a_key_that_is_the_same_for_all_rows_draws_the_same_for_all() -> None:

@@ -100,8 +100,8 @@ def _total(sweep: Sweep, x: Tensor | Variable) -> Tensor:
     return zeros_if_none(sweep.gradient(x) if isinstance(x, Tensor) else sweep.gradient_of_variable(x), x)
 
 
-def _restore(node: CondNode, body: GradientBody, tensor: Tensor) -> Tensor:
-    """A value of a forward branch."""
+def _restore(node: CondNode, body: GradientBody, tensor: Tensor) -> Tensor | None:
+    """A value of a forward branch; None to compute it again."""
     if is_constant(tensor):
         with body:
             return constant(tensor.node.attrs["value"])
@@ -109,7 +109,7 @@ def _restore(node: CondNode, body: GradientBody, tensor: Tensor) -> Tensor:
     if tensor in captured:
         return body.import_tensor(captured[tensor])
     if body.is_cheap(tensor, lambda each: each in captured or each in _exports(node)):
-        return body.computed_again(tensor)
+        return None
     restored = body.import_tensor(_exported(node, body.forward, tensor))
     if is_subshape(restored.shape, tensor.shape):
         return restored

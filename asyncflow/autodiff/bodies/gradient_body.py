@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from asyncflow.autodiff.stores.store_gradients import no_gradient
 from asyncflow.autodiff.sweep import value_of
-from asyncflow.graph.building.scopes import device
+from asyncflow.graph.building.copying import Copier
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
@@ -23,11 +23,12 @@ class GradientBody(Subgraph):
 
     Attributes:
         forward: the forward body.
-        restore: gives such a value, as a tensor of this body; called once for each tensor.
+        restore: gives such a value, as a tensor of this body, or None to have its node copied here. Called once for
+            each tensor.
     """
 
     def __init__(
-        self, parent: Graph, label: str, forward: Subgraph, restore: Callable[[GradientBody, Tensor], Tensor]
+        self, parent: Graph, label: str, forward: Subgraph, restore: Callable[[GradientBody, Tensor], Tensor | None]
     ) -> None:
         super().__init__(parent, label)
         self.forward = forward
@@ -42,21 +43,13 @@ class GradientBody(Subgraph):
         """See `Graph.import_tensor`."""
         if tensor.node.graph is not self.forward:
             return super().import_tensor(tensor)
-        if tensor not in self._restored:
-            self._restored[tensor] = self.restore(self, tensor)
-        return self._restored[tensor]
+        found = self._restored.get(tensor)
+        # One copier each time: a body that kept it would be freed by Python's collector alone.
+        return _RestoredValues(self, self._restored).value(tensor) if found is None else found
 
     def restored(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Pairs of a value of the forward body and its counterpart here."""
         return tuple(self._restored.items())
-
-    def computed_again(self, tensor: Tensor) -> Tensor:
-        """Compute a value of the forward body here, from its node's inputs."""
-        node = tensor.node
-        with self, device(node.device):
-            inputs = [self.import_tensor(each) for each in node.inputs]
-            again = self.add_node(node.op, inputs, node.attrs, node.specs, location=node.location)
-        return again.outputs[tensor.index]
 
     def is_cheap(self, tensor: Tensor, is_there: Callable[[Tensor], bool]) -> bool:
         """Return True if a value is cheaper to compute again, in few steps from present values, than to keep."""
@@ -73,6 +66,16 @@ class GradientBody(Subgraph):
             steps.add(node)
             open_ += node.inputs
         return True
+
+
+class _RestoredValues(Copier):
+    """Values of a forward body in a gradient body: restored, or computed again from such values."""
+
+    target: GradientBody
+
+    def known(self, x: Tensor) -> Tensor | None:
+        """See `Copier.known`."""
+        return self.target.restore(self.target, x)
 
 
 def zeros_if_none(grad: Tensor | None, x: Tensor | Variable) -> Tensor:

@@ -21,9 +21,10 @@ from asyncflow.autodiff.stores.saved_values import new_store, save, saved_value,
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.while_loop import WHILE, add_loop
 from asyncflow.graph.building.build import constant, graph_for
+from asyncflow.graph.building.copying import Copier
 from asyncflow.graph.building.scopes import colocate_with, device
 from asyncflow.graph.builtin import PARAMETER, is_constant
-from asyncflow.graph.graph import Subgraph, reopened
+from asyncflow.graph.graph import Graph, Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative_of
 from asyncflow.graph.structured import StructuredNode, WhileNode
@@ -63,7 +64,7 @@ class _WhileGradient:
         active: places of changing loop variables that lie between the wanted values and the outputs with gradients.
         fixed: places of unchanging ones, and of the captures that are wanted and matter.
         variables: variables that are wanted and matter.
-        twins: values made beside the forward loop, by the values of its body that they repeat.
+        outside: copies, beside the forward loop, of values of its body that are the same in each iteration.
     """
 
     def __init__(self, node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep) -> None:
@@ -73,7 +74,7 @@ class _WhileGradient:
         self.forward = node.body
         self.grads = grads
         self.kept = _kept(node)
-        self.twins: dict[Tensor, Tensor] = {}
+        self.outside = _Outside(node.graph, self.kept)
         self.active, self.fixed, self.variables = self.find_places()
 
     def find_places(self) -> tuple[list[int], list[int], list[Variable]]:
@@ -140,7 +141,7 @@ class _WhileGradient:
                 sums.add(around, reverse.contributions(x))
             for x in views:
                 if reverse.reaches(x) and reverse.is_left(x):
-                    sums.add(self.outside(x), reverse.contributions(x))
+                    sums.add(self.outside.value(x), reverse.contributions(x))
             for variable in self.variables:
                 sums.add(variable, reverse.contributions(variable))
         starts += sums.starts()
@@ -177,21 +178,9 @@ class _WhileGradient:
                 depths[node.outputs[0]] = depth + 1
         return [x for x, depth in depths.items() if depth]
 
-    def outside(self, x: Tensor) -> Tensor:
-        """A value that is the same in every iteration, beside the forward loop."""
-        capture = self.kept.captured(x)
-        if capture is not None:
-            return capture
-        if x not in self.twins:
-            inputs = [] if is_constant(x) else [self.outside(each) for each in x.node.inputs]
-            with reopened(self.node.graph) as graph, device(x.node.device):
-                twin = graph.add_node(x.node.op, inputs, x.node.attrs, x.spec, location=x.node.location)
-            self.twins[x] = twin.outputs[0]
-        return self.twins[x]
-
     def give(self, target: Tensor, total: Tensor) -> None:
         """Pass a gradient on to an outside value, or through a view made outside."""
-        if target not in set(self.twins.values()):
+        if target.node not in self.outside.nodes.values():
             self.sweep.give(target, total)
             return
         rule = derivative_of(target.node.op)
@@ -215,6 +204,23 @@ class _WhileGradient:
             condition.results.append(greater(count, 0))
         node = self.node
         return add_loop(condition, body, starts, specs, label, node.parallel_iterations, node.swap_memory)
+
+
+class _Outside(Copier):
+    """Copies, beside a loop, of nodes that give the same in each iteration."""
+
+    def __init__(self, graph: Graph, kept: _Kept) -> None:
+        super().__init__(graph)
+        self.kept = kept
+
+    def known(self, x: Tensor) -> Tensor | None:
+        """See `Copier.known`."""
+        return self.kept.captured(x)
+
+    def made(self, node: Node) -> Node:
+        """See `Copier.made`."""
+        with reopened(self.target):
+            return super().made(node)
 
 
 def _kept(node: WhileNode) -> _Kept:
@@ -271,8 +277,8 @@ class _Kept:
             and is_successor(result, parameter)
         }
 
-    def restore(self, body: GradientBody, tensor: Tensor) -> Tensor:
-        """A value of the forward body, in a gradient body."""
+    def restore(self, body: GradientBody, tensor: Tensor) -> Tensor | None:
+        """A value of the forward body, in a gradient body; None to compute it again."""
         # The order is that of costs: a store, which holds a value of every iteration, is the last resort.
         if is_constant(tensor):
             with body:
@@ -287,7 +293,7 @@ class _Kept:
         if capture is not None:
             return body.import_tensor(capture)
         if body.is_cheap(tensor, self.is_there):
-            return body.computed_again(tensor)
+            return None
         store = self.store(tensor)
         inner = body.import_tensor(store)
         with body, device(None), colocate_with(_home(store)):

@@ -8,12 +8,10 @@ A loop keeps the *key* of a firing, a few integers, in place of all that was dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative, derivative_of, find_op, not_differentiable
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.random.random import SEEDED
@@ -33,25 +31,15 @@ def told_key(node: Node) -> Tensor | None:
     return node.inputs[1] if node.attrs.get("calls") == RANDOM_AGAIN.name else None
 
 
-def drawn_again(node: Node, key: Tensor, inputs: Sequence[Tensor], inside: int, axes: int) -> Sequence[Tensor]:
-    """Return the results of a node that draws random numbers, in another place.
-
-    Args:
-        node: the node; a node with a key of its own gets this one instead.
-        key: of the firing in which, or around which, it draws; with rows, the keys of their firings.
-        inputs: its inputs, as they are here.
-        inside: how many loops are around it since the key was taken; there are as many here.
-        axes: number of row axes of the key (`axes_of`): the outer axes of the node's rows.
-    """
-    name, attrs = node.op.name, node.attrs
+def forget_key(node: Node) -> None:
+    """Change a node that draws by a key into a node that draws by its own firing; other nodes stay as they are."""
+    attrs, inputs = node.attrs, node.inputs
     if node.op is RANDOM_AGAIN:
-        name, attrs, inputs = attrs["draws"], attrs["arguments"], inputs[1:]
+        node.op, node.attrs, node.inputs = find_op(attrs["draws"]), attrs["arguments"], inputs[1:]
     elif told_key(node) is not None:
         again, has_rows = attrs["arguments"], attrs["has_rows"][1:]
-        attrs = {**attrs, "calls": again["draws"], "arguments": again["arguments"], "has_rows": has_rows}
-        inputs = [inputs[0], *inputs[2:]]
-    of = {"draws": name, "arguments": dict(attrs), "axes": axes}
-    return apply(RANDOM_AGAIN, key, *inputs, inside=inside, specs=node.specs, **cast("Attrs", of))
+        node.attrs = {**attrs, "calls": again["draws"], "arguments": again["arguments"], "has_rows": has_rows}
+        node.inputs = [inputs[0], *inputs[2:]]
 
 
 def axes_of(key: Tensor) -> int:

@@ -21,22 +21,21 @@ from asyncflow.autodiff.pieces.custom_gradient import (
     keep_copied_rule,
     traced_gradient,
 )
-from asyncflow.autodiff.pieces.random_again import axes_of, drawn_again, draws, told_key
+from asyncflow.autodiff.pieces.random_again import axes_of, draws, forget_key, told_key
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
-from asyncflow.control.cond import add_cond
-from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
 from asyncflow.graph.building.build import apply, as_tensor, graph_for, identity, is_symbolic, refuse_coroutines
-from asyncflow.graph.building.scopes import device
+from asyncflow.graph.building.copying import Copier
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.facts import RECOMPUTE
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import OPAQUE, Access, define, derivative
-from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.structured import deep
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.random.random_again import random_key
+from asyncflow.ops.random.random_again import draw_by_key, random_key
 from asyncflow.state.variables.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _passed(
             )
     if not nodes:
         return outputs
-    is_random = any(draws(node) for node in _walk(nodes))
+    is_random = any(draws(node) for node in deep(nodes))
     if is_random:
         inputs.append(random_key())
     return apply(RECOMPUTED, *outputs, *inputs, count=len(outputs), arguments=len(own), is_random=is_random)
@@ -172,32 +171,21 @@ def _between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], is_in: Callabl
     return list(found)
 
 
-def _walk(nodes: Iterable[Node]) -> list[Node]:
-    return [each for node in nodes for each in (node, *(inner for body in node.subgraphs for inner in body.walk()))]
-
-
 def _may_run_again(node: Node) -> bool:
-    return node.op not in _NOT_COPIED and all(map(_is_repeatable, _walk([node])))
+    return node.op not in _NOT_COPIED and all(map(_is_repeatable, deep([node])))
 
 
 def _is_repeatable(node: Node) -> bool:
     """Return True if running a node twice has no visible effect, bodies aside."""
-    op = node.op
-    if op in _NOT_COPIED or isinstance(node, StructuredNode):
-        return True
-    return op.is_repeatable if op.is_user else op.kernel is not None and op.effects is None and not op.is_async
+    return node.op in _NOT_COPIED or RECOMPUTE.allows(node.op)
 
 
 def _refuse_effects(name: str, node: Node) -> None:
-    for each in _walk([node]):
+    for each in deep([node]):
         if not _is_repeatable(each):
-            advice = (
-                "if it changes nothing, and gives the same again, declare it with @af.op(pure=True)"
-                if each.op.is_user
-                else "take it out of the function"
-            )
             raise GraphError(
-                f"recompute: {name} uses {each.name} ({each.op.name}), which would run twice; {advice}"
+                f"recompute: {name} uses {each.name} ({each.op.name}), which would run twice; "
+                f"{RECOMPUTE.why_not(each.op)}"
                 f"\n  built at {each.location}"
             )
 
@@ -237,10 +225,9 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
         seen.update(zip(late, behind, strict=True))
     copy = _PieceCopy(seen, key, traces, frozenset(inputs))
     first = len(graph.nodes)
-    for each in nodes:
-        copy.add(each, 0)
+    copy.copy(nodes)
     wanted = [x for x in differentiable if x in sweep.connected]
-    inner = sweep.inside(graph.nodes[first:], [seen[x] for x in wanted], copy.seen)
+    inner = sweep.inside(graph.nodes[first:], [seen[x] for x in wanted], copy.tensors)
     for place, grad in arrived.items():
         if outputs[place].node in within:
             inner.give(copy.value(outputs[place]), grad)
@@ -274,13 +261,13 @@ def _needed_again(
 
     @cache
     def is_in(node: Node) -> bool:
-        return node.id >= first and _may_run_again(node) and (draws_again or not any(map(draws, _walk([node]))))
+        return node.id >= first and _may_run_again(node) and (draws_again or not any(map(draws, deep([node]))))
 
     ends = list(outputs)
     traces: dict[Node, TracedGradient] = {}
     while True:
         nodes = _between(ends, inputs, is_in)
-        rules = {each: custom_rule(each) for each in _walk(nodes) if each not in traces}
+        rules = {each: custom_rule(each) for each in deep(nodes) if each not in traces}
         found = {each: traced_gradient(each, rule) for each, rule in rules.items() if rule is not None}
         if not found:
             return nodes, traces
@@ -288,11 +275,10 @@ def _needed_again(
         ends += [x for trace in found.values() for x in trace.body.captures if x.graph is outputs[0].graph]
 
 
-class _PieceCopy:
+class _PieceCopy(Copier):
     """A copy of nodes, in the current graph.
 
     Attributes:
-        seen: values of the piece, or used by it, with their copies.
         key: of the random numbers, in the forward program; None if they are drawn anew.
         traces: nodes of the user's gradients in the piece, as far as known.
         given: inputs of the node behind the piece; none while the nodes of a user's gradient are copied.
@@ -305,44 +291,35 @@ class _PieceCopy:
         traces: Mapping[Node, TracedGradient],
         given: Collection[Tensor] = (),
     ) -> None:
-        self.seen = seen
+        super().__init__(graph_for(), seen)
         self.key = key
         self.key_axes = 0 if key is None else axes_of(key)
         self.traces = traces
         self.given = given
 
     def value(self, x: Tensor) -> Tensor:
-        """A value of the piece, or one from outside, in the current graph."""
-        graph = graph_for()
-        return graph.import_tensor(self.seen.get(x, x))
+        """See `Copier.value`; a value from outside stands for itself."""
+        return self.target.import_tensor(self.tensors.get(x, x))
 
-    def add(self, node: Node, inside: int) -> None:
-        """Build a node with `inside` loops of the piece around it."""
-        inputs = [self.value(x) for x in node.inputs]
-        with device(node.device):
-            if isinstance(node, StructuredNode):
-                outputs: Sequence[Tensor] = self._structured(node, inputs, inside).outputs
-            elif self.key is not None and (draws(node) or told_key(node) in self.given):
-                outputs = drawn_again(node, self.value(self.key), inputs, inside, self.key_axes)
-            else:
-                outputs = self._plain(node, inputs).outputs
-        for x, copied in zip(node.outputs, outputs, strict=True):
-            self.note(x, copied)
+    def note(self, x: Tensor, stand_in: Tensor) -> None:
+        """See `Copier.note`; extents that are equal in the original are equal in the copy."""
+        super().note(x, stand_in)
+        if x in x.graph.extents and x.graph.is_subgraph and stand_in.graph.is_subgraph:
+            stand_in.graph.extents[stand_in] = x.graph.extents[x]
 
-    def note(self, x: Tensor, copied: Tensor) -> None:
-        """Note the copy of a value; extents that are equal in the original are equal in the copy."""
-        self.seen[x] = copied
-        if x in x.graph.extents and x.graph.is_subgraph and copied.graph.is_subgraph:
-            copied.graph.extents[copied] = x.graph.extents[x]
-
-    def _plain(self, node: Node, inputs: Sequence[Tensor]) -> Node:
-        graph = graph_for()
-        if node.op is RECOMPUTED and node.attrs["is_random"] and self.key is not None:
+    def made(self, node: Node) -> Node:
+        """See `Copier.made`."""
+        is_piece = node.op is RECOMPUTED and node.attrs["is_random"]
+        key = None
+        if self.key is not None and (is_piece or draws(node) or told_key(node) in self.given):
+            key = self.value(self.key)  # in front of what uses it
+        made = super().made(node)
+        if key is not None and is_piece:
             # What draws in the piece inside is told this key here, which is an input of it: it comes from outside.
-            inputs = [*inputs[:-1], self.value(self.key), inputs[-1]]
-        name = node.name.rpartition("/")[2]
-        made = graph.add_node(node.op, inputs, node.attrs, node.specs, name=name, location=node.location)
-        made.colocated_with = node.colocated_with
+            made.inputs.insert(-1, key)
+        elif key is not None:
+            forget_key(made)
+            draw_by_key(made, key, self.loops, self.key_axes)
         rule = custom_rule(node)
         if rule is not None:
             if self.given:
@@ -354,43 +331,18 @@ class _PieceCopy:
     def _keep_rule(self, made: Node, rule: CustomRule, trace: TracedGradient) -> None:
         """Gives the copy of a node the user's gradient, over the copies of the values that it uses."""
         for outer in trace.body.captures:
-            if outer not in self.seen and graph_for().can_use(outer.graph):
+            if outer not in self.tensors and self.target.can_use(outer.graph):
                 # Now: gradients of this one are built where the value is not at hand.
-                self.seen[outer] = graph_for().import_tensor(outer)
+                self.tensors[outer] = self.target.import_tensor(outer)
 
         def gradients(given: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
-            seen = {inner: self.seen.get(outer, outer) for outer, inner in trace.body.captures.items()}
+            seen = {inner: self.tensors.get(outer, outer) for outer, inner in trace.body.captures.items()}
             arrived = zip(trace.grads, given, strict=True)
             copy = _PieceCopy(seen | {x: grad for x, grad in arrived if x is not None and grad is not None}, None, {})
-            for each in trace.body.nodes:
-                if each.op is not PARAMETER:
-                    copy.add(each, 0)
+            copy.copy(trace.body.nodes)
             return trace.unflatten(map(copy.value, trace.wanted()))
 
-        keep_copied_rule(made, rule, gradients, [self.seen.get(x, x) for x in rule.captured])
-
-    def _structured(self, node: StructuredNode, inputs: Sequence[Tensor], inside: int) -> Node:
-        graph = graph_for()
-        label = graph.unique_name(node.name.rpartition("/")[2])
-        is_loop = isinstance(node, WhileNode)
-        bodies = []
-        for body in node.subgraphs:
-            copy = Subgraph(graph, f"{label}/{body.label.rpartition('/')[2]}")
-            with copy:
-                for place, x in enumerate(body.inputs, start=node.body_offset):
-                    is_captured = place >= node.first_capture
-                    self.note(x, copy.import_tensor(inputs[place]) if is_captured else copy.add_input(x.spec, "var"))
-                for each in body.nodes:
-                    if each.op is not PARAMETER:
-                        self.add(each, inside + is_loop)
-                copy.results = [self.value(x) for x in body.results]
-            bodies.append(copy)
-        if not isinstance(node, WhileNode):
-            return add_cond(inputs[0], bodies, label)
-        condition, body = bodies
-        specs = [output.spec for output in node.outputs]
-        initial = inputs[: node.n_vars]
-        return add_loop(condition, body, initial, specs, label, node.parallel_iterations, node.swap_memory)
+        keep_copied_rule(made, rule, gradients, [self.tensors.get(x, x) for x in rule.captured])
 
 
 def _refuse_inner(node: Node, nodes: Iterable[Node], sweep: Sweep) -> None:
@@ -405,7 +357,7 @@ def _refuse_inner(node: Node, nodes: Iterable[Node], sweep: Sweep) -> None:
 
 def _refuse_changed(node: Node, nodes: Iterable[Node]) -> None:
     """Raises where a branch or loop that runs again would read a variable that has been changed since."""
-    reads = {each.attrs["variable"]: each for each in _walk(nodes) if each.op is VARIABLE_READ}
+    reads = {each.attrs["variable"]: each for each in deep(nodes) if each.op is VARIABLE_READ}
     if not reads:
         return
     for other in node.graph.root.walk():

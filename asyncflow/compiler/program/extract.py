@@ -16,6 +16,7 @@ from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape
 from asyncflow.control.stores.tensor_array import ELEMENT_SHAPE, READ
 from asyncflow.errors import FeedError, FetchError
 from asyncflow.graph.building.build import SupportsTensor
+from asyncflow.graph.building.copying import copied
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Attrs, Node, Tensor
@@ -281,8 +282,8 @@ class _Copy:
             self._feed(tensor, index)
         self._refuse_unfed(need)
         self._copy_nodes(self.source, self.target, need)
-        for copied, original in self.back_edges:
-            copied.inputs = [self.tensors[tensor] for tensor in original.inputs]
+        for made, original in self.back_edges:
+            made.inputs = [self.tensors[tensor] for tensor in original.inputs]
         fetch_nodes = [self._fetch(fetch) for fetch in fetches]
         kept = [self.nodes[fetch] for fetch in fetches if isinstance(fetch, Node)]
         return Extract(self.target, fetch_nodes, kept)
@@ -402,11 +403,10 @@ class _Copy:
     ) -> None:
         is_closed = all(tensor in self.tensors for tensor in inputs)
         known = [self.tensors[tensor] for tensor in inputs if tensor in self.tensors]
-        copied = target.add_node(node.op, known, attrs, specs, reserved_name=node.name, location=node.location)
-        copied.device, copied.colocated_with = node.device, node.colocated_with
-        copied.control_inputs = [self.nodes[control] for control in node.control_inputs]
-        self.nodes[node] = copied
-        for original, copy in zip(outputs, copied.outputs, strict=True):
+        made = copied(node, target, known, node.name, attrs=attrs, specs=specs)
+        made.control_inputs = [self.nodes[control] for control in node.control_inputs]
+        self.nodes[node] = made
+        for original, copy in zip(outputs, made.outputs, strict=True):
             self.tensors.setdefault(original, copy)  # a fed tensor keeps its feed
         if not is_closed:
-            self.back_edges.append((copied, node))
+            self.back_edges.append((made, node))

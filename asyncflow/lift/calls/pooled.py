@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asyncflow.control.body import join_captures
 from asyncflow.control.stores import tensor_array
 from asyncflow.control.stores.row_store import SLICE
 from asyncflow.control.while_loop import install_pooling, while_loop
@@ -19,7 +18,7 @@ from asyncflow.graph.building.build import apply, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import CondNode, PooledNode, WhileNode
+from asyncflow.graph.structured import CondNode, PooledNode, WhileNode, join_captures
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec

@@ -26,6 +26,9 @@ _WORD = 1 << 64
 FIRST = 2
 """Number of a key's integers before the tag's."""
 
+SEGMENTED = 2
+"""Number of loops that stand for a loop whose iterations run again: over its segments, and inside of each."""
+
 
 def _key_kernel(xp: Namespace, *, depth: int | None, counts: bool) -> Kernel:
     more = (0,) * counts
@@ -52,10 +55,13 @@ class _Again:
         self._draw, self._inside, self._is_by_row = draw, inside, is_by_row
 
     def __call__(self, context: KernelContext, key: Array, *inputs: Array) -> Value:
+        inner = len(context.tag) - self._inside
+        loops = context.tag[inner:]
+        if not np.ndim(key):
+            return self._draw(context._replace(tag=(*context.tag[: inner - SEGMENTED], int(key), *loops)), *inputs)
         keys = key.reshape(-1, key.shape[-1])  # of rows, whose numbers are all that they differ in
         seed, number, *tag = keys[0].tolist() if len(keys) else [0] * key.shape[-1]
-        loops = context.tag[len(context.tag) - self._inside :]
-        return self._draw(KernelContext(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
+        return self._draw(context._replace(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
 
     def of_rows(
         self, contexts: Callable[[], RowContexts], inputs: Sequence[Array], has_rows: Sequence[bool]
@@ -101,7 +107,11 @@ RANDOM_AGAIN = define(
     rows="row by row",
     runs_on_host=True,
 )
-"""Op that draws another op's numbers by a key; the numbers are the same for all rows if the key is."""
+"""Op that draws another op's numbers by a key; the numbers are the same for all rows if the key is.
+
+The number of an iteration may stand in place of a key. The op then draws what that iteration of this run drew, inside
+`SEGMENTED` loops that stand for the original one.
+"""
 
 
 def random_key(depth: int | None = None, *, counts: bool = False) -> Tensor:
@@ -119,16 +129,18 @@ def draws_numbers(op: Op) -> bool:
     return (op.needs_context and op.is_random and op.effects is None and op.rows == "row by row") or op is BY_ROW_DRAWN
 
 
-def draw_by_key(node: Node, key: Tensor, inside: int) -> None:
+def draw_by_key(node: Node, key: Tensor, inside: int, axes: int = 0) -> None:
     """Change a node that draws random numbers into a node that draws them by a key.
 
     Args:
         node: the node.
-        key: of the firing in which, or around which, it draws.
+        key: of the firing in which, or around which, it draws; with rows, the keys of their firings. The number of an
+            iteration may take its place (`RANDOM_AGAIN`).
         inside: number of loops around it since the key was taken.
+        axes: number of row axes of the key: the outer axes of the node's rows.
     """
     arguments, specs = node.attrs, node.specs
-    node.attrs = {"draws": node.op.name, "arguments": arguments, "axes": 0, "inside": inside, "specs": specs}
+    node.attrs = {"draws": node.op.name, "arguments": arguments, "axes": axes, "inside": inside, "specs": specs}
     node.op, node.inputs = RANDOM_AGAIN, [key, *node.inputs]
 
 

@@ -7,7 +7,7 @@ never run twice; neither is a node that uses up a TensorArray.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,16 +24,17 @@ from asyncflow.control.stores.tensor_array import (
     UNSTACK,
     WRITE,
 )
+from asyncflow.graph.building.copying import Copier, copied
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.facts import ITERATE_AGAIN
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Access, KernelContext, Memory, Op, find_op
-from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.op import Access, Memory
+from asyncflow.graph.structured import StructuredNode, WhileNode, deep
 from asyncflow.graph.values.dtypes import VARIANT
-from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.ops.random.random_again import RANDOM_AGAIN, draw_by_key, draws_numbers
 from asyncflow.state.variables.variable import VARIABLE_READ
-from asyncflow.values import Kernel, Namespace, Value
 
 Owners = dict["Graph", StructuredNode]
 """The branch or loop that each body belongs to."""
@@ -90,7 +91,9 @@ def part_for(loop: WhileNode, values: Iterable[Tensor], *, before: bool = True) 
 def why_never_twice(loop: WhileNode, part: BodyPart) -> Refusal | None:
     """The first node of a part that must not run twice; None if there is none."""
     written = {resource for resource, access in node_effects(loop) if access is Access.WRITE}
-    refusals = ((node, _why_not(node, written)) for node in _deep(loop.body.nodes, part.nodes))
+    refusals = (
+        (node, _why_not(node, written)) for node in deep(each for each in loop.body.nodes if each in part.nodes)
+    )
     return next((Refusal(node, why) for node, why in refusals if why is not None), None)
 
 
@@ -104,31 +107,12 @@ def used_up(loop: WhileNode, part: BodyPart, owners: Owners) -> Node | None:
 
 
 def _why_not(node: Node, written: Collection[object]) -> str | None:
-    op = node.op
-    if op.waits_in_line:
-        return "it is computed together with calls of other runs, as a pool or a batch"
-    if op.is_async:
-        return "it awaits your function" if op.is_user and op.effects is None else "it waits for others"
-    if op.is_user and not op.is_repeatable:
-        return "it calls your function, which @af.op(pure=True) does not declare pure"
-    if op is VARIABLE_READ:
-        ((resource, _),) = node_effects(node)
-        if resource in written:
-            return "it reads a variable that the loop writes"
-        return "it reads a variable after something else has happened" if node.control_inputs else None
-    if op.effects is not None:
-        return "it has an effect"
-    is_plain = op.kernel is not None or isinstance(node, StructuredNode) or op in (PARAMETER, CONSTANT)
-    return None if is_plain else "it is control flow written by hand"
-
-
-def _deep(nodes: Iterable[Node], chosen: Collection[Node] | None = None) -> Iterator[Node]:
-    """Yield the nodes, or the `chosen` ones, and all nodes in their branches and loops."""
-    for node in nodes:
-        if chosen is None or node in chosen:
-            yield node
-            for body in node.subgraphs:
-                yield from _deep(body.nodes)
+    if node.op is not VARIABLE_READ:
+        return ITERATE_AGAIN.why_not(node.op)
+    ((resource, _),) = node_effects(node)
+    if resource in written:
+        return "it reads a variable that the loop writes"
+    return "it reads a variable after something else has happened" if node.control_inputs else None
 
 
 def _uses_up(array: Tensor, body: Graph, chosen: Collection[Node] | None, owners: Owners) -> Node | None:
@@ -233,7 +217,7 @@ def _leave(body: Subgraph, gone: dict[Node, Tensor]) -> None:
 # -- a copy of it ----------------------------------------------------------------------------------------------------
 
 
-class Repeat:
+class Repeat(Copier):
     """A copy of nodes of a loop's body, in another body.
 
     Args:
@@ -243,63 +227,48 @@ class Repeat:
         owners: of the bodies of the graph.
 
     Attributes:
-        tensors: for values of the loop's body, their values in the copy.
+        number: the repeated iteration, in the target; random numbers of the copies are the numbers of that iteration.
     """
 
     def __init__(
         self, target: Subgraph, tensors: dict[Tensor, Tensor], outside: Mapping[Tensor, Tensor], owners: Owners
     ) -> None:
-        self.target = target
-        self.tensors = tensors
+        super().__init__(target, tensors)
         self.outside = outside
         self.owners = owners
-        self.nodes: dict[Node, Node] = {}
+        self.number: Tensor | None = None
 
-    def copy(self, nodes: Iterable[Node]) -> None:
-        """Copies nodes of the loop's body, which stand in the order in which they can run."""
-        for node in nodes:
-            self._copy(node, self.target)
+    def known(self, x: Tensor) -> Tensor | None:
+        """See `Copier.known`."""
+        return self.outside.get(x)
 
-    def tensor(self, tensor: Tensor) -> Tensor:
-        """The stand-in for a value of the loop's body, or of a body in it."""
-        if tensor in self.outside:
-            return self.target.import_tensor(self.outside[tensor])
-        return self.tensors[tensor]
+    def name(self, node: Node) -> str:
+        """See `Copier.name`."""
+        return self.target.reserve(f"{node.name}/again")
 
-    def draw_again(self, number: Tensor) -> None:
-        """Makes the copies draw what iteration `number` of the loop draws; it is a tensor of the target."""
-        _draw_again(self.target, number, 0)
+    def made(self, node: Node) -> Node:
+        """See `Copier.made`."""
+        _together(node)
+        rows = self._rows(node)
+        if rows is None:
+            if self.number is None or not (draws_numbers(node.op) or node.op is RANDOM_AGAIN):
+                return super().made(node)
+            number = self.target.import_tensor(self.number)  # stands in front of what uses it
+            made = super().made(node)
+            draw_by_key(made, number, self.loops)
+            return made
+        # A read may free the element; the rows that the array was made of are there.
+        inputs = [self.target.import_tensor(rows), self.value(node.inputs[1])]
+        made = copied(node, self.target, inputs, self.name(node), attrs={"key": (("input", 0),)})
+        made.op = GETITEM
+        return made
 
-    def _copy(self, node: Node, target: Subgraph) -> None:
-        attrs = dict(node.attrs)
-        op, rows = node.op, self._rows(node)
-        if isinstance(node, StructuredNode):
-            inputs = [self.tensor(tensor) for tensor in node.inputs]
-            bodies = [self._body(body, target) for body in node.subgraphs]
-            attrs.update(zip(node.body_names, bodies, strict=True))
-            inputs += _joined(bodies)
-        elif rows is not None:
-            # A read may free the element; the rows that the array was made of are there.
-            op, attrs = GETITEM, {"key": (("input", 0),)}
-            inputs = [target.import_tensor(rows), self.tensor(node.inputs[1])]
-        else:
-            inputs = [self.tensor(tensor) for tensor in node.inputs]
-        name = target.reserve(f"{node.name}/again")
-        copied = target.add_node(op, inputs, attrs, node.specs, reserved_name=name, location=node.location)
-        copied.control_inputs = [self.nodes[before] for before in node.control_inputs if before in self.nodes]
-        copied.device, copied.colocated_with = node.device, _together(node)
-        self.nodes[node] = copied
-        self.tensors.update(zip(node.outputs, copied.outputs, strict=True))
-
-    def _body(self, body: Subgraph, target: Subgraph) -> Subgraph:
-        copied = Subgraph(target, f"{body.label}/again")
-        for inner in body.inputs:
-            self.tensors[inner] = copied.add_input(inner.spec, inner.node.name.rpartition("/")[2])
-        for node in body.nodes:
-            if node.op is not PARAMETER:
-                self._copy(node, copied)
-        copied.results = [self.tensors[result] for result in body.results]
-        return copied
+    def structured(self, node: StructuredNode) -> Node:
+        """See `Copier.structured`; other passes may change the bodies."""
+        made = super().structured(node)
+        for part in made.subgraphs:
+            part.closed, part.captures = False, {}
+        return made
 
     def _rows(self, node: Node) -> Tensor | None:
         """The rows of which the array that a node reads was made outside the loop."""
@@ -309,57 +278,7 @@ class Repeat:
         return made.inputs[1] if made.op is UNSTACK and made not in self.nodes else None
 
 
-def _joined(bodies: Sequence[Subgraph]) -> list[Tensor]:
-    """Return the captures of copied bodies besides their given inputs; all bodies get all of these."""
-    joined = list(dict.fromkeys(outer for body in bodies for outer in body.captures))
-    for body in bodies:
-        found = set(body.captures.values())
-        given = [inner for inner in body.inputs if inner not in found]
-        body.inputs = [*given, *map(body.import_tensor, joined)]
-        body.captures = {}  # the node has them now, and passes replace what stands there
-    return joined
-
-
-def _together(node: Node) -> str | None:
-    """The label of a node's group, in which its copy is; one of their own if it has none."""
-    if not isinstance(node, StructuredNode) and node.op is not CONSTANT and node.colocated_with is None:
+def _together(node: Node) -> None:
+    """Have a node in a group, in which its copy is, too."""
+    if node.op is not CONSTANT and node.colocated_with is None:
         node.colocated_with = node.name
-    return node.colocated_with
-
-
-def _draw_again(body: Subgraph, number: Tensor, depth: int) -> None:
-    for node in body.nodes:
-        if isinstance(node, StructuredNode):
-            deeper = depth + isinstance(node, WhileNode)
-            if any(inner.op.needs_context for part in node.subgraphs for inner in part.walk()):
-                node.add_capture(number, node.subgraphs[0])
-                for part in node.subgraphs:
-                    _draw_again(part, part.inputs[-1], deeper)
-        elif node.op.needs_context:
-            node.attrs = {**node.attrs, "again": node.op.name, "depth": depth}
-            node.op, node.inputs = DRAWN_AGAIN, [number, *node.inputs]
-
-
-def _again_spec(number: Spec, *inputs: Spec, again: str, depth: int, **attrs: object) -> Spec | tuple[Spec, ...]:
-    return find_op(again).infer(*inputs, **attrs)
-
-
-def _again_kernel(xp: Namespace, *, again: str, depth: int, **attrs: object) -> Kernel:
-    op = find_op(again)
-    assert op.kernel is not None
-    draw = op.kernel(xp, **attrs)
-
-    def call(context: KernelContext, number: int, *inputs: Value) -> Value:
-        # The two loops that the copy is in, of segments and of the iterations of one, stand for one that it repeats.
-        inner = len(context.tag) - depth
-        tag = (*context.tag[: inner - 2], int(number), *context.tag[inner:])
-        return draw(context._replace(tag=tag), *inputs)
-
-    return call
-
-
-DRAWN_AGAIN = Op("drawn_again", _again_spec, _again_kernel, needs_context=True, is_random=True, runs_on_host=True)
-"""The random numbers that the op called ``again`` has drawn in iteration `number`, the first input.
-
-Its attribute ``depth`` says in how many loops it is, inside the body that is copied.
-"""

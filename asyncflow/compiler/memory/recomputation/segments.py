@@ -464,14 +464,12 @@ class _Rewriting:
         specs = [tensor.spec for tensor in starts]
         counted = self.copied(condition, specs, places, BodyPart())
         end = condition.import_tensor(end)
-        condition.results.append(_add(condition, LESS, [counted.tensors[self.number], end], {}, forward))
+        condition.results.append(_add(condition, LESS, [counted.value(self.number), end], {}, forward))
         again = self.copied(body, specs, places, self.part)
-        number = again.tensors[self.number]
-        again.draw_again(number)
-        index = _add(body, SUBTRACT, [number, body.import_tensor(first)], {}, forward)
-        body.results += [again.tensor(forward.body.results[place]) for place in places]
+        index = _add(body, SUBTRACT, [again.value(self.number), body.import_tensor(first)], {}, forward)
+        body.results += [again.value(forward.body.results[place]) for place in places]
         for store, save in zip(body.inputs[len(places) :], saves.values(), strict=False):
-            inputs = [store, index, again.tensor(save.inputs[2])]
+            inputs = [store, index, again.value(save.inputs[2])]
             body.results.append(_add(body, SAVE, inputs, save.attrs, save, STORE, near=save))
         made = _add_loop(condition, body, starts, label, forward.parallel_iterations, forward)
         return dict(zip(saves, made.outputs[len(places) :], strict=True))
@@ -506,8 +504,9 @@ class _Rewriting:
         repeat = Repeat(body, known, self.outside, self.found.owners)
         # The number of the iteration comes first: whatever draws random numbers will ask for it.
         first = part_for(self.forward, [self.number], before=False).nodes
-        for chosen in (first, part.nodes - first):
-            repeat.copy(node for node in self.forward.body.nodes if node in chosen)
+        repeat.copy(node for node in self.forward.body.nodes if node in first)
+        repeat.number = repeat.value(self.number)
+        repeat.copy(node for node in self.forward.body.nodes if node in part.nodes and node not in first)
         return repeat
 
     def move(

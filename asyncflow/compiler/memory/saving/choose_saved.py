@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from itertools import combinations
 from math import prod
 
@@ -34,6 +33,7 @@ from asyncflow.compiler.memory.store_paths import LoopStore, StorePaths, StoreRe
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.building.copying import Copier, copied
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -244,10 +244,12 @@ class SavedChange:
             for reader in readers:
                 places[reader.node.graph][reader.node] = reader
         for graph, here in places.items():
-            again: dict[Tensor, _ComputedAgain] = defaultdict(partial(_ComputedAgain, self, stores))
+            again: dict[Tensor, _ComputedAgain] = {}
             replaced = Replacements()
             for reader in [here[node] for node in graph.nodes if node in here]:
-                value = again[reader.index].value(reader.store.value, reader)
+                here_again = again.setdefault(reader.index, _ComputedAgain(self, stores, reader))
+                here_again.reader = reader
+                value = here_again.value(reader.store.value)
                 if value is not reader.node.outputs[0]:
                     replaced.tensors[reader.node.outputs[0]] = value
                     self.paths.drop_reader(reader)
@@ -259,52 +261,49 @@ class SavedChange:
         self.paths.settle()
 
 
-class _ComputedAgain:
-    """Forward values of one iteration, computed again in one body of a gradient."""
+class _ComputedAgain(Copier):
+    """Forward values of one iteration, computed again in one body of a gradient.
 
-    def __init__(self, loop: SavedChange, stores: dict[Tensor, LoopStore]) -> None:
+    Args:
+        loop: the forward loop.
+        stores: of the saved values.
+        reader: the node behind which copies stand.
+    """
+
+    def __init__(self, loop: SavedChange, stores: dict[Tensor, LoopStore], reader: StoreReader) -> None:
+        super().__init__(reader.node.graph)
         self.loop = loop
         self.stores = stores
-        self.made: dict[Tensor, Tensor] = {}
+        self.reader = reader
 
-    def value(self, value: Tensor, reader: StoreReader) -> Tensor:
-        """Return a forward value at the place of `reader`; nodes made for it are put behind that."""
-        open_ = [value]
-        while open_:
-            each = open_[-1]
-            if each in self.made:
-                open_.pop()
-            elif self.loop.is_free(each):
-                self.made[each] = _brought(each, self.loop.loop, reader, self.loop.paths)
-            elif each in self.stores:
-                self.made[each] = self._read(self.stores[each], reader)
-            elif missing := [x for x in each.node.inputs if x not in self.made]:
-                open_ += missing
-            else:
-                self._compute(each.node, reader)
-        return self.made[value]
+    def known(self, x: Tensor) -> Tensor | None:
+        """See `Copier.known`."""
+        reader, paths = self.reader, self.loop.paths
+        if self.loop.is_free(x):
+            return _brought(x, self.loop.loop, reader, paths)
+        if x not in self.stores:
+            return None
+        store = self.stores[x]
+        return reader.node.outputs[0] if reader.store == store else paths.read(store, reader)
 
-    def _read(self, store: LoopStore, reader: StoreReader) -> Tensor:
-        return reader.node.outputs[0] if reader.store == store else self.loop.paths.read(store, reader)
-
-    def _compute(self, node: Node, reader: StoreReader) -> None:
-        inputs = [self.made[x] for x in node.inputs]
-        again = _copied(node, inputs, reader, self.loop.paths)
-        self.made.update(zip(node.outputs, again.outputs, strict=True))
+    def made(self, node: Node) -> Node:
+        """See `Copier.made`."""
+        return _inserted(node, self.values(node.inputs), self.reader, self.loop.paths)
 
 
-def _copied(node: Node, inputs: Sequence[Tensor], reader: StoreReader, paths: StorePaths) -> Node:
+def _inserted(node: Node, inputs: Sequence[Tensor], reader: StoreReader, paths: StorePaths) -> Node:
+    """A copy of a node, behind `reader`."""
     # As if the gradient had computed it: errors and listings look up by the name what it is the gradient of.
-    name = reader.node.graph.reserve(f"{reader.node.name.rpartition('/')[0]}/{node.name.rpartition('/')[2]}")
-    again = detached_node(reader.node.graph, node.op, inputs, node.attrs, node, node.specs, reserved_name=name)
-    paths.insert(again, behind=reader.node)
-    return again
+    graph = reader.node.graph
+    name = graph.reserve(f"{reader.node.name.rpartition('/')[0]}/{node.name.rpartition('/')[2]}")
+    paths.insert(copied(node, graph, inputs, name), behind=reader.node)
+    return graph.nodes.pop()
 
 
 def _brought(value: Tensor, loop: WhileNode, reader: StoreReader, paths: StorePaths) -> Tensor:
     """A value that is there for nothing in the body of a loop, where `reader` stands."""
     if is_constant(value):
-        return _copied(value.node, (), reader, paths).outputs[0]
+        return _inserted(value.node, (), reader, paths).outputs[0]
     graph = reader.node.graph
     start = counter_start(value, loop)
     if start is not None:
