@@ -281,6 +281,10 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.user.batch import Pool as Pool
     from asyncflow.ops.user.custom import op as op
     from asyncflow.ops.user.from_torch import from_torch as from_torch
+    from asyncflow.ops.user.step_policy import NextStep as NextStep
+    from asyncflow.ops.user.step_policy import StepPolicy as StepPolicy
+    from asyncflow.ops.user.step_policy import WaitingMember as WaitingMember
+    from asyncflow.ops.user.step_policy import WaitUntil as WaitUntil
     from asyncflow.runtime.calls.calls import Prepared as Prepared
     from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics as LimitStatistics
     from asyncflow.runtime.gates.admission import SessionLoad as SessionLoad
@@ -407,6 +411,7 @@ _HOMES = {
     "ops.user.batch": "Batch Pool",
     "ops.user.custom": "op",
     "ops.user.from_torch": "from_torch",
+    "ops.user.step_policy": "NextStep StepPolicy WaitUntil WaitingMember",
     "runtime.calls.calls": "Prepared",
     "runtime.executor.kernels.limited_calls": "LimitStatistics",
     "runtime.gates.admission": "SessionLoad",

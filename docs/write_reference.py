@@ -68,6 +68,7 @@ FAMILIES: Final = {
     "checks": "Checks and printing",
     "custom": "Operations of your own",
     "batch": "Operations of your own",
+    "step_policy": "Operations of your own",
     "from_torch": "PyTorch",
 }
 MODULES: Final = {

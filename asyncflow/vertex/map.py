@@ -39,11 +39,12 @@ from asyncflow.ops.reductions.statistical import cumulative_sum
 from asyncflow.ops.reductions.utility import all as all_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
 from asyncflow.ops.searching.searching import nonzero, searchsorted
+from asyncflow.ops.user.step_policy import StepPolicy
 from asyncflow.values import Nest
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis, initial_state
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.permutation import permuted
-from asyncflow.vertex.schedule import BY_NUMBER, VertexSchedule, check_policy, schedules
+from asyncflow.vertex.schedule import BY_NUMBER, VertexSchedule, check_order, schedules
 from asyncflow.vertex.shared import SharedSets, add_shared_sets
 from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
@@ -65,7 +66,7 @@ def vertex_map(
     pulls: Mapping[str, TensorLike] | TensorLike | None = None,
     *,
     initial: Nest = 0,
-    policy: str = "breadth_first",
+    policy: str | StepPolicy = "breadth_first",
     lift_parts: bool = True,
     streams: int = 1,
     share: bool = False,
@@ -86,7 +87,8 @@ def vertex_map(
         initial: the state of a child that is not there: a nest like a state, or one number for all of it. If it is the
             number 0, its products are left out of the first set, infinities included.
         policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types. With
-            `share` it is always the first, and another one is a UserWarning.
+            `share` it is always the first, and another one is a UserWarning. A function decides when runs that wait
+            join the next step of a shared map, and how many (`StepPolicy`).
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
         streams: into how many parts of about as many vertices the batch is cut, between samples. Each part has a loop
@@ -123,6 +125,9 @@ def vertex_map(
     check_flag(share, "vertex_map(share): share")
     if share and (streams != 1 or len(functions) != 1):
         raise GraphError("vertex_map(share=True) takes one function, and streams=1")
+    steps = None if isinstance(policy, str) or not callable(policy) else policy
+    if steps is not None and not share:
+        raise GraphError("vertex_map(policy=) takes a function with share=True; without it vertices are of one run")
     with graph_for(*given.values(), graph.offsets), name_scope("vertex_map" if name is None else name) as scope:
         tensors = {key: as_tensor(value) for key, value in given.items()}
         label = scope.rstrip("/")
@@ -131,16 +136,16 @@ def vertex_map(
             if len(functions) > 1 and graph.types is None:
                 wanted = f"vertex_map of {len(functions)} functions needs a graph with types"
                 raise GraphError(f"{wanted}; this one has none")
-            check_policy(policy)
-            if share and policy != "breadth_first":
+            order = check_order("breadth_first" if steps is not None else policy)
+            if share and order != "breadth_first":
                 warn_user(
                     f"vertex_map(share=True) computes each vertex as soon as its children are: policy={policy!r} has "
                     "no effect; leave it out, or pass share=False"
                 )
-            in_order = BY_NUMBER if share else policy
+            in_order = BY_NUMBER if share else order
             plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
             parts = label, functions[0], graph, tensors, state
-            maps = [_VertexMap(*parts, plan, share, streams == 1 and not share) for plan in plans]
+            maps = [_VertexMap(*parts, plan, share, streams == 1 and not share, steps) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
@@ -220,6 +225,8 @@ class _VertexMap:
     """Sets are put in order elsewhere: here all vertices are one, in the order of their numbers."""
     is_permuted: bool
     """True if all vertices of the batch are computed, so that a permutation takes rows to execution order and back."""
+    steps: StepPolicy | None
+    """Decides when runs join, where sets are shared."""
     liftings: list[Lifting] = field(default_factory=list)
     size: Tensor = field(init=False)
     n_sets: Tensor = field(init=False)
@@ -385,7 +392,7 @@ class _VertexMap:
         label, arity = f"{self.label}/{kind.function.name}", kind.function.children
         axis = self._all(kind).rows
         parts = kind.traced, kind.parts, kind.kept
-        shared = SharedSets(label, *parts, before, self.initial, self.graph, arity, axis.numbers)
+        shared = SharedSets(label, *parts, before, self.initial, self.graph, arity, axis.numbers, self.steps)
         roots, rows = add_shared_sets(shared, self.graph, self.initial, axis.spread, axis.numbers)
         states, kept = self._new_stores([kind])
         if rows:

@@ -92,7 +92,7 @@ def schedules(
         ShapeError: a tensor has not as many rows; a run fails if it is found there.
     """
     if policy != BY_NUMBER:
-        check_policy(policy)
+        check_order(policy)
     arrays = named_parts(graph)
     unknown = _of_unknown_rows(pulls, as_tensor(graph.offsets))
     rows = [shape(pulls[name]) for name in unknown]
@@ -111,10 +111,11 @@ def schedules(
     return [_schedule(found[first : first + each], graph, arity) for first in range(0, len(found), each)]
 
 
-def check_policy(policy: str) -> None:
-    """Raises `GraphError` unless there is a policy of that name."""
-    if policy not in POLICIES:
+def check_order(policy: object) -> str:
+    """Return the name of a policy; raise `GraphError` unless there is such a one."""
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise GraphError(f"policies are {', '.join(map(repr, POLICIES))}; got {policy!r}")
+    return policy
 
 
 def _schedule(found: Sequence[Tensor], graph: InputGraph, arity: int | None) -> VertexSchedule:

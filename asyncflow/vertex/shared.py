@@ -36,6 +36,7 @@ from asyncflow.ops.arrays.manipulation import concat
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.random.random_again import random_key
 from asyncflow.ops.rows.rule import SPREAD_ROWS, CannotLift, LiftedValue, no_row_rule
+from asyncflow.ops.user.step_policy import StepPolicy
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
 from asyncflow.vertex.schedule import schedules
@@ -69,6 +70,7 @@ class SharedSets(SharedCode):
         specs: rows of states, and of what the core gives to the lazy part.
         gives_rows: whether a run gets all of these; else the states of its roots alone.
         pulls: of what each vertex has of its own, where that is pulled, the name.
+        policy: decides when runs that wait join; None for at once.
         is_repeatable: computing a set again does no harm.
         order: from the arrays of a graph to what the schedule of its sets is; see `asyncflow.vertex.schedule`.
         program: from the inputs behind the graph and initial states, for some vertices, and the states of their
@@ -89,8 +91,10 @@ class SharedSets(SharedCode):
         graph: InputGraph,
         arity: int | None,
         numbers: Callable[[], Tensor],
+        policy: StepPolicy | None,
     ) -> None:
         super().__init__(label, traced.body)
+        self.policy = policy
         self.traced, self._parts, self._arity = traced, parts, arity
         wanted = [*traced.scattered, *kept]
         for x in wanted:

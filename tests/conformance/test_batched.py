@@ -465,9 +465,9 @@ async def test_members_have_deadline_and_priority_of_their_run(
     offered: list[tuple[int, float, int]] = []
     offer = Batcher.offer
 
-    def noted(self: Batcher[Any], signature: Any, costs: Any, policy: Any, member: Any) -> None:
+    def noted(self: Batcher[Any], signature: Any, costs: Any, policy: Any, member: Any, label: str) -> None:
         offered.append((member.priority, member.deadline_ns, member.offered_ns))  # its inputs are not to be kept
-        offer(self, signature, costs, policy, member)
+        offer(self, signature, costs, policy, member, label)
 
     monkeypatch.setattr(Batcher, "offer", noted)
     with af.Graph() as graph:

@@ -58,7 +58,7 @@ def request(seed: int) -> tuple[af.InputGraph, Any]:
 async def test_structures_of_runs_share_calls(open_session: OpenSession, name: str, seed: int) -> None:
     """Arrivals and cancels at any pass: each result is that of the vertices one by one, and of the run by itself."""
     function, alone = (child_sum, child_sum_alone) if name == "any number" else (slotted, slotted_alone)
-    program = Program(function, initial=0.0, policy="depth" if seed == 2 else "breadth_first")
+    program = Program(function, initial=0.0)
     random = Random(seed)
     async with open_session(program.graph) as session:
 

@@ -46,6 +46,7 @@ from asyncflow.ops.random.random_again import RANDOM_AGAIN, draws_numbers
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.user.batch import Batch
 from asyncflow.ops.user.custom import install_batching
+from asyncflow.ops.user.step_policy import StepPolicy
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")
@@ -412,6 +413,7 @@ def batched(
     pad: bool | float | str | None = None,
     bucket: Sequence[int] | Callable[[int], int] | None = None,
     ragged: str | None = None,
+    policy: StepPolicy | None = None,
 ) -> Callable[..., Nest]:
     """Make a function whose calls in graphs may be computed together with others: request batching.
 
@@ -447,6 +449,7 @@ def batched(
             function takes ``lengths`` then, and honours them. See `Batch`.
         bucket: extents to pad to, or a function of a length that gives one.
         ragged: "packed": the function gets such arguments side by side, and ``offsets``.
+        policy: decides when a call is made, and for how many members, in place of `max_delay_s` and `cost`.
 
     Returns:
         A function that takes and returns the same; without `fn`, a decorator.
@@ -463,7 +466,14 @@ def batched(
     <Tensor batched:0 int64[]>
     """
     batch = Batch(
-        max_size, max_delay_s=max_delay_s, max_bytes=max_bytes, cost=cost, pad=pad, bucket=bucket, ragged=ragged
+        max_size,
+        max_delay_s=max_delay_s,
+        max_bytes=max_bytes,
+        cost=cost,
+        pad=pad,
+        bucket=bucket,
+        ragged=ragged,
+        policy=policy,
     )
     if fn is None:
         return lambda decorated: batched_with(decorated, batch)

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 from asyncflow.errors import GraphError
+from asyncflow.ops.user.step_policy import StepPolicy, check_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Batch:
             padding: ``[total, ...]``, the others as ``[members, ...]``, and one more argument, ``offsets``: member k
             has the rows from ``offsets[k]`` to ``offsets[k + 1]``; several such arguments have a row of them each.
             It is written for all members at once, and each result has a row for each row or for each member.
+        policy: decides when a call is made, and for how many, in place of `max_delay_s` and `cost`; see `StepPolicy`.
 
     Raises:
         GraphError: an argument is out of its range.
@@ -49,6 +51,7 @@ class Batch:
     pad: bool | float | str | None = None
     bucket: Sequence[int] | Callable[[int], int] | None = None
     ragged: str | None = None
+    policy: StepPolicy | None = None
 
     def __post_init__(self) -> None:
         counts: dict[str, object] = {"max_size": self.max_size, "max_bytes": self.max_bytes}
@@ -62,6 +65,11 @@ class Batch:
             raise GraphError(f"Batch: max_delay_s is a number of seconds, 0 or more; got {delay!r}")
         if self.cost not in ("learned", "none"):
             raise GraphError(f'Batch: cost is "learned" or "none"; got {self.cost!r}')
+        check_policy(self.policy, "Batch")
+        if self.policy is not None and (self.max_delay_s or self.cost == "none"):
+            raise GraphError(
+                "Batch: policy decides when a call is made and for how many; leave out max_delay_s= and cost="
+            )
         if self.ragged not in (None, "packed"):
             raise GraphError(f'Batch: ragged is "packed" or None; got {self.ragged!r}')
         if self.ragged is not None and (self.pad is not None or self.bucket is not None):
@@ -96,14 +104,19 @@ class Pool:
 
     Args:
         capacity: most activations that are stepped together; more wait.
+        policy: decides when activations that wait join, and how many; see `StepPolicy`. Without one they join as soon
+            as there is room.
 
     Raises:
-        GraphError: `capacity` is no integer of at least 1.
+        GraphError: `capacity` is no integer of at least 1, or `policy` no function.
     """
 
     capacity: int = 64
+    _: KW_ONLY
+    policy: StepPolicy | None = None
 
     def __post_init__(self) -> None:
+        check_policy(self.policy, "Pool")
         value: object = self.capacity
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
             raise GraphError(f"Pool: capacity is an integer of at least 1; got {value!r}")

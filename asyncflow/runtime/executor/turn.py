@@ -90,6 +90,11 @@ class Turn:
         if more:
             self.enqueue(driven)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no run has ready work that waits for the next pass."""
+        return not self._queue
+
     def has_time(self) -> bool:
         """Return True if work may start in the current pass."""
         if self._burst_end == 0:

@@ -20,6 +20,7 @@ event                    state                                        what happe
 `take`, idle             it pays to wait for members that were just   nothing, until they are back, or late (`Returns`)
                          answered
 `take`                   pools go before the lane                     nothing
+`take`                   a policy of the user's lets nobody join      nothing, until it is asked again
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         members past deadlines leave; a call is made
                                                                       of the others, of the size that is best, or
@@ -47,6 +48,7 @@ from random import Random
 from typing import Generic, Protocol, TypeVar
 
 from asyncflow.ops.user.batch import Batch
+from asyncflow.ops.user.step_policy import NextStep, WaitingMember, decide
 from asyncflow.runtime.lines.halving import halves
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
@@ -107,6 +109,7 @@ class BatchCall(Generic[M]):
     Attributes:
         lane: whose call it is.
         members: who.
+        failure: the error of a policy of the user's, with which its members fail; None without one.
         started_ns: since when it is computed, if it may never end; infinity if it ends by itself.
         left_ns: when the first of its members left.
         beside: the calls that are to be made with it.
@@ -119,6 +122,7 @@ class BatchCall(Generic[M]):
     left_ns: float = inf
     beside: Sequence[BatchCall[M]] = ()
     group: CallGroup = field(default_factory=lambda: CallGroup(1))
+    failure: Exception | None = None
 
     def overdue_ns(self) -> float:
         """Return when one of its members may be why the call has not ended, and keep the others from ending."""
@@ -138,6 +142,7 @@ class Lane(Generic[M]):
     signature: Hashable
     policy: Batch
     costs: CallCosts
+    label: str = ""
     waiting: PriorityLine[float, M] = field(default_factory=PriorityLine)
     """By priority, who is due first in front."""
     suspects: deque[Sequence[M]] = field(default_factory=deque)
@@ -145,6 +150,12 @@ class Lane(Generic[M]):
     under_way: list[BatchCall[M]] = field(default_factory=list)
     held_ns: float = -inf
     """Until when others go before it, as was known when it was last asked for."""
+    chosen: int = 0
+    """Number of members that a policy of the user's lets join the next call."""
+    asked_again_ns: float = inf
+    """When that policy wants to be asked again."""
+    failure: Exception | None = None
+    """The error of that policy, if it has failed."""
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -267,7 +278,7 @@ class Batcher(Generic[M]):
         self._random = Random(seed)
         self._shares = PriorityShares()
 
-    def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M) -> None:
+    def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M, label: str = "") -> None:
         """A member waits.
 
         Args:
@@ -275,10 +286,11 @@ class Batcher(Generic[M]):
             costs: of such calls; signatures whose calls take equally long have the same.
             policy: of the function.
             member: who.
+            label: the function, as errors of a policy of the user's name it.
         """
         lane = self.lanes.get(signature)
         if lane is None:
-            lane = self.lanes[signature] = Lane(signature, policy, costs)
+            lane = self.lanes[signature] = Lane(signature, policy, costs, label)
         lane.add(member)
         costs.returns.come(member.offered_ns)
 
@@ -318,7 +330,7 @@ class Batcher(Generic[M]):
             if parts:
                 group = CallGroup(len(parts))
                 first, *beside = lane.under_way = [BatchCall(lane, part, group=group) for part in parts]
-                first.beside = beside
+                first.beside, first.failure, lane.failure = beside, lane.failure, None
                 yield first
             else:
                 self._drop_if_empty(lane)
@@ -339,6 +351,8 @@ class Batcher(Generic[M]):
                 found = min(found, *(call.overdue_ns() for call in lane.under_way))
             elif now_ns < lane.held_ns:
                 found = min(found, lane.held_ns)
+            elif lane.waiting and self._asks(lane):
+                found = min(found, lane.asked_again_ns)
             elif lane.waiting and self._delays(lane):
                 found = min(found, lane.leaves_ns())
             elif lane.waiting and now_ns < (until_ns := self._returns_ns(lane, now_ns)):
@@ -367,7 +381,7 @@ class Batcher(Generic[M]):
         call.lane.under_way.append(call)
 
     def _lane_apart(self, lane: Lane[M], members: Sequence[M]) -> Lane[M]:
-        apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs)
+        apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs, lane.label)
         self.lanes[apart.signature] = apart
         for member in members:
             member.signature = apart.signature
@@ -421,6 +435,8 @@ class Batcher(Generic[M]):
             return True
         if not lane.waiting:
             return False
+        if self._asks(lane):
+            return self._decides(lane, now_ns, is_idle)
         if len(lane) >= lane.policy.max_size:  # and else there are few to look at
             return True
         if self._delays(lane):
@@ -439,10 +455,37 @@ class Batcher(Generic[M]):
         lane.drop_late(now_ns)
         if not lane.waiting:
             return []
+        if self._asks(lane):
+            return [lane.take(lane.chosen)]
         members = lane.fit(lane.take(self._size(lane)), now_ns)
         size = len(members)
         count = 1 if lane.policy.cost == "none" else lane.costs.parts(size, self._random)
         return [members[size * part // count : size * (part + 1) // count] for part in range(count)]
+
+    def _asks(self, lane: Lane[M]) -> bool:
+        """Return True if a policy of the user's decides on the next call."""
+        return lane.policy.policy is not None and not self.is_ending
+
+    def _decides(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
+        """Ask a policy of the user's; return True if there is something to do: a call, or an error to tell of."""
+        lane.drop_late(now_ns)
+        if not lane.waiting:
+            return True  # so that it is forgotten
+        policy = lane.policy.policy
+        assert policy is not None
+        by_place = sorted(lane.waiting.by_priority.items())
+        waiting = [
+            WaitingMember(priority, each.offered_ns / 1e9, each.deadline_ns / 1e9)
+            for priority, line in by_place
+            for each in line
+        ]
+        step = NextStep(now_ns / 1e9, waiting, 0, lane.most, is_idle, lambda size: lane.costs.predict_ns(size) / 1e9)
+        try:
+            lane.chosen, again_s = decide(policy, step, lane.label)
+        except Exception as error:
+            lane.chosen, again_s, lane.failure = len(lane), inf, error
+        lane.asked_again_ns = again_s * 1e9
+        return lane.chosen > 0
 
     def _delays(self, lane: Lane[M]) -> bool:
         return lane.policy.max_delay_s > 0 and not self.is_ending

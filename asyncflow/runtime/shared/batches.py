@@ -246,7 +246,7 @@ class Batches(TellingState):
     def join(self, member: BatchMember, costs: CallCosts) -> None:
         """A member waits for a call that costs so much."""
         self.steps.turns.come(self, member.priority)
-        self._batcher.offer(member.signature, costs, member.shared.batch, member)
+        self._batcher.offer(member.signature, costs, member.shared.batch, member, member.shared.label)
         self.turn.wake()
 
     @property
@@ -318,6 +318,13 @@ class Batches(TellingState):
         """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""
         self._batcher.is_ending = True
         self.turn.wake()
+        for work in (*self.pools, *self.vertex_pools):
+            work.changed.admit()
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the session ends, so that no more members will come."""
+        return self._batcher.is_ending
 
     async def aclose(self) -> None:
         """Stop calls under way."""
@@ -398,6 +405,10 @@ class Batches(TellingState):
     def _start(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch: here and now, if it is short, or else beside."""
         first = call.members[0]
+        if call.failure is not None:
+            self._failed(call, call.failure, divisible=False)
+            call.failure = None
+            return
         plan = first.known.plans_of(first.shared).get(first.shared.is_for_many(len(call.members)))
         if plan is None:
             self.beside(self._planned(call))
@@ -580,14 +591,14 @@ class Batches(TellingState):
                         *(place, shared.label, row, len(members), given, many, one),
                     )
 
-    def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
+    def _failed(self, call: BatchCall[BatchMember], error: BaseException, *, divisible: bool = True) -> None:
         shared = call.members[0].shared
         error = error.error if isinstance(error, ExitRaised) else error
         call.members[0].known.count(len(call.members), failed=1)
         self._show(call, self.turn.clock(), error)
         self.steps.look()
         lacks_memory = isinstance(error, OutOfMemoryError | MemoryError)
-        if self._batcher.failed(call, divisible=shared.is_repeatable, lacks_memory=lacks_memory):
+        if self._batcher.failed(call, divisible=divisible and shared.is_repeatable, lacks_memory=lacks_memory):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:

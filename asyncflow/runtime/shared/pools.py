@@ -80,6 +80,10 @@ class _Steps:
         call = self._call
         return 1 if call is None else max(1, int(time_ns / max(call.expected_ns(size), 1.0)))
 
+    def expected_ns(self, size: int) -> float:
+        """Return the time of a step on so many elements; 0 if it is not known."""
+        return 0.0 if self._call is None else self._call.expected_ns(size)
+
     def call(self, given: list[Array], size: int, most: int) -> list[Array]:
         """Return the next variables, the flags of rows that go on, and the number of steps made, here and now."""
         assert self._call is not None
@@ -159,7 +163,7 @@ class PooledActivation(SharedMember):
         self.inputs = inputs
         self.part = part
         self.priority = part.priority
-        now_s = pool.now_s()
+        self.since_s = now_s = pool.now_s()
         self.due_s = min(part.deadline_s, now_s + PATIENCE_S)
         self.patient_s = (now_s + self.due_s) / 2
         self.streamed = streamed
@@ -181,7 +185,7 @@ class LoopPool(SharedWork):
 
     def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop, stores_on: str | None) -> None:
         super().__init__(pools, key)
-        self.shared = shared
+        self.shared, self.policy, self.label = shared, shared.pool.policy, shared.label
         self.stores_on = stores_on
         self.bodies = pools.batches.bodies
         self._pools = pools
@@ -232,6 +236,8 @@ class LoopPool(SharedWork):
         assert isinstance(place, PooledActivation)
         self.rows.give_up(place)
         self._most_beside[...] = 1
+        # A policy may have waited for more members, of which this was one.
+        self.changed.admit()
 
     def describe(self) -> str:
         """Return the number of activations in words."""
@@ -277,9 +283,12 @@ class LoopPool(SharedWork):
         rows, turn, code = self.rows, self.batches.turn, self._code
         before = rows.live
         rows.drop()
-        may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams
+        most = None if self.policy is None else self._joining(code.many)
+        self.is_held = most == 0 and not rows.live
+        # With a policy, rows join by number alone: a single row is stepped in a group, as it may not stay alone.
+        may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams and most is None
         alone = rows.single_out() if may_be_alone else None
-        for group, first in () if alone is not None else rows.admit(self.now_s()):
+        for group, first in () if alone is not None else rows.admit(self.now_s(), most):
             await self._check(code.check, group, first)
         if rows.steps >= self._next_limit:
             await self._end_endless()
@@ -309,8 +318,20 @@ class LoopPool(SharedWork):
         """See `SharedWork.goes_on`."""
         if self.rows.is_empty:
             return False
+        if self.is_held:
+            await self.wait_for_change()
         await asyncio.sleep(0)  # others may join
         return True
+
+    def _joining(self, steps: _Steps) -> int:
+        """Return the number of waiting activations that the policy lets join."""
+        waiting = self.rows.waiting()
+
+        def expected_s(size: int) -> float:
+            of_one = zip(waiting[0].inputs, self.shared.has_rows, strict=True)
+            return steps.expected_ns(size * sum([getattr(x, "size", 1) for x, own in of_one if own])) / 1e9
+
+        return self.joining(waiting, self.rows.live, self.shared.pool.capacity, expected_s)
 
     def close(self) -> None:
         """See `SharedWork.close`."""

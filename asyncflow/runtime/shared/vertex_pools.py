@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
+from math import inf
 
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
@@ -17,6 +18,7 @@ from asyncflow.errors import of_firing
 from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.lines.halving import in_halves
+from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.runtime.shared.work import SharedMember, SharedWork, SharedWorks, common_values
@@ -42,6 +44,7 @@ class VertexMember(SharedMember):
         super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
         self.sets = sets
         self.part = part
+        self.since_s = pool.batches.turn.loop.time()
 
 
 class VertexPool(SharedWork):
@@ -56,7 +59,7 @@ class VertexPool(SharedWork):
 
     def __init__(self, pools: VertexPools, key: Hashable, shared: SharedSets, common: Sequence[Array]) -> None:
         super().__init__(pools, key)
-        self.shared = shared
+        self.shared, self.policy, self.label = shared, shared.policy, shared.label
         self._common = common
         self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
         self._memory: MemoryAccount
@@ -69,7 +72,6 @@ class VertexPool(SharedWork):
         self._order: Plan | None = None
         """By which graphs are put in order, while sets are computed."""
         self._burst_end = 0.0
-        self._has_joined = asyncio.Event()
         self._is_awaited = False
         """True if arrivals are looked at in the next pass of the event loop."""
 
@@ -90,7 +92,7 @@ class VertexPool(SharedWork):
         self.rows.waiting.append(member)
         self.come(member.part.priority)
         self.batches.steps.look()
-        if not self._is_awaited:
+        if not (self._is_awaited or self.policy is not None):
             self._is_awaited = True
             self.batches.turn.loop.call_soon(self._arrived)
 
@@ -112,6 +114,9 @@ class VertexPool(SharedWork):
             taken = self._taken()
             while taken:
                 await self._join(taken.pop(0))
+            self.is_held = self.policy is not None and not rows.groups
+        elif self.policy is not None and rows.waiting:
+            self._arrived()
         if rows.groups:
             # Who has ended with the step before goes on, and others come, while a thread computes this one.
             if self._ended:
@@ -121,16 +126,13 @@ class VertexPool(SharedWork):
 
     async def goes_on(self) -> bool:
         """See `SharedWork.goes_on`; a run that is alone has several sets computed before others may join."""
-        rows, turn, steps = self.rows, self.batches.turn, self.batches.steps
+        rows, turn = self.rows, self.batches.turn
         if not rows.groups:
             self._deliver()
             if not (rows.waiting or self._joining):
                 return False
-            if not rows.waiting:
-                steps.gone(self.stepper)
-                self._has_joined.clear()
-                await self._has_joined.wait()
-                steps.turns.come(self.stepper, self.stepper.rank)
+            if self.is_held or not rows.waiting:
+                await self.wait_for_change()
         elif rows.is_for_one and turn.now() < self._burst_end:
             return True
         await asyncio.sleep(0)  # others may join
@@ -150,9 +152,10 @@ class VertexPool(SharedWork):
 
     def _taken(self) -> list[list[VertexMember]]:
         """Those that wait, as they are put in order together; for large graphs that begins here, and nobody waits."""
-        if not self.rows.waiting:
+        most = len(self.rows.waiting) if self.policy is None else self._may_join()
+        if not most:
             return []
-        together, empty = self.rows.take_waiting()
+        together, empty = self.rows.take_waiting(most)
         self._ended += empty
         found = []
         for members in together:
@@ -163,6 +166,15 @@ class VertexPool(SharedWork):
             if len(large) < len(members):
                 found.append([member for member in members if member not in large])
         return found
+
+    def _may_join(self) -> int:
+        """Return the number of waiting runs that the policy lets join, after they are sorted."""
+        rows = self.rows
+        rows.waiting = sorted(
+            [each for each in rows.waiting if not each.is_gone],
+            key=lambda each: (each.part.priority, min(each.part.deadline_s, each.since_s + PATIENCE_S)),
+        )
+        return self.joining(rows.waiting, len(rows.members) + len(self._joining), inf, lambda _: 0.0)
 
     async def _join(self, members: list[VertexMember]) -> None:
         """Order graphs as one; if that fails, each by itself, and runs at fault are told."""
@@ -178,7 +190,7 @@ class VertexPool(SharedWork):
                 await self._join([member])
             return
         self._joining = [member for member in self._joining if member not in members]
-        self._has_joined.set()
+        self.changed.admit()
         if failure is not None:
             self._fail(members, failure)
             del failure

@@ -18,10 +18,14 @@ a task would cost it one more pass of the event loop.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from asyncflow.lift.calls.batched import SharedCode, identity_of
+from asyncflow.ops.user.step_policy import NextStep, StepPolicy, WaitingMember, decide
+from asyncflow.runtime.lines.gate import Waiter
 from asyncflow.runtime.shared.step_turns import Stepper
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.values import Array
@@ -36,13 +40,15 @@ class SharedMember(ToldPlace):
 
     Attributes:
         part: its run.
+        since_s: when it came, in the event loop's time.
     """
 
     is_called_outside = True
 
-    __slots__ = ("part",)
+    __slots__ = ("part", "since_s")
 
     part: RunPart
+    since_s: float
 
 
 C = TypeVar("C")
@@ -58,12 +64,22 @@ class SharedWork(TellingState):
     Attributes:
         batches: of the session.
         stepper: the work, as far as turns are concerned.
+        is_held: True if the last step had no member, as the policy had all of them wait.
+        changed: admitted when members come or leave while a policy has all of them wait.
     """
+
+    policy: StepPolicy | None
+    """The user's decision when members join; None for at once."""
+    label: str
+    """The name of the function or loop in errors of the policy."""
 
     def __init__(self, works: SharedWorks, key: Hashable) -> None:
         super().__init__()
         self.works, self.batches, self.key = works, works.batches, key
         self.stepper = Stepper()
+        self.changed = Waiter()
+        self.is_held = False
+        self._asked_again_s = inf
 
     # -- what each kind of work says of itself -----------------------------------------------------------------------
 
@@ -96,10 +112,44 @@ class SharedWork(TellingState):
         """Give all members."""
         return list(self.members())
 
+    def left(self, place: PlaceInLine) -> None:
+        """See `LinedState.left`."""
+        super().left(place)
+        self.changed.admit()
+
     def come(self, priority: int) -> None:
         """A member of that priority has come."""
         self.stepper.rank = min(self.stepper.rank, priority)
         self.batches.steps.turns.come(self.stepper, priority)
+        self.changed.admit()
+
+    def joining(
+        self, waiting: Sequence[SharedMember], joined: int, capacity: float, expected_s: Callable[[int], float]
+    ) -> int:
+        """Return how many of the members that wait join the next step, as the policy says.
+
+        Raises:
+            Exception: the policy has failed.
+        """
+        self._asked_again_s = inf
+        self.changed.forget()
+        if self.policy is None or not waiting or self.batches.is_ending:
+            return len(waiting)
+        turn = self.batches.turn
+        members = [WaitingMember(each.part.priority, each.since_s, each.part.deadline_s) for each in waiting]
+        step = NextStep(turn.loop.time(), members, joined, capacity, turn.is_idle, expected_s)
+        count, self._asked_again_s = decide(self.policy, step, self.label)
+        return count
+
+    async def wait_for_change(self) -> None:
+        """Return when a member has come or left, or the policy is to be asked again; others have their turns."""
+        steps = self.batches.steps
+        steps.gone(self.stepper)
+        if self.policy is None:  # and else what has come since it was asked counts
+            self.changed.forget()
+        with suppress(TimeoutError):
+            await self.changed.wait(self._asked_again_s)
+        steps.turns.come(self.stepper, self.stepper.rank)
 
     def give_way(self, rank: float) -> None:
         """Members of another priority have come to other work: end a long step early if they go before these."""

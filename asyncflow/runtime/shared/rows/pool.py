@@ -268,15 +268,27 @@ class PoolRows(Generic[A]):
                 self.alone = activation
         return None if self._waiting.by_priority else self.alone
 
-    def admit(self, now_s: float = math.inf) -> list[tuple[RowGroup[A], int]]:
-        """Groups with rows that are new and not known to go on, and the first of these."""
+    def waiting(self) -> list[A]:
+        """Return the activations that wait and have not gone, by priority and then by when they are due."""
+        for activation in [each for each in self._waiting if each.is_gone]:
+            self._waiting.discard(activation.priority, activation.due_s, activation)
+        return [each for _, line in sorted(self._waiting.by_priority.items()) for each in line]
+
+    def admit(self, now_s: float = math.inf, most: int | None = None) -> list[tuple[RowGroup[A], int]]:
+        """Groups with rows that are new and not known to go on, and the first of these.
+
+        Args:
+            now_s: the time.
+            most: number of activations that become rows at most; None for any number.
+        """
         fresh: dict[Hashable, list[A]] = {}
-        if self._is_growing and self._are_too_few(now_s):
+        if most is None and self._is_growing and self._are_too_few(now_s):
             return []
+        full = self._capacity if most is None else min(self._capacity, self.live + most)
         if self.alone is not None:
             self._seat(self.alone, fresh)
             self.alone = None
-        while self._waiting.by_priority and self.live < self._capacity:
+        while self._waiting.by_priority and self.live < full:
             activation = self._waiting.pop()
             if not activation.is_gone:
                 activation.since += self.steps

@@ -277,9 +277,13 @@ class VertexRows(Generic[R]):
         """Return whether a single run is there, and none waits."""
         return len(self.groups) == 1 and len(self.groups[0].places) == 1 and not self.waiting
 
-    def take_waiting(self) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
-        """Those that wait: who may be put in order together, and, with their results, who has no vertices."""
-        waiting, self.waiting = self.waiting, []
+    def take_waiting(self, most: int | None = None) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
+        """Return the first `most` waiting members in lists to put in order together, and, with results, empty members.
+
+        None takes every waiting member.
+        """
+        count = len(self.waiting) if most is None else most
+        waiting, self.waiting = self.waiting[:count], self.waiting[count:]
         together: dict[Hashable, list[R]] = {}
         apart, empty = [], []
         for member in waiting:
