@@ -10,7 +10,7 @@ from asyncflow.graph.building.copying import Copier
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.structured import CondNode, WhileNode
 
 
 class Known(Copier):
@@ -106,3 +106,14 @@ def test_a_parameter_without_a_stand_in_is_refused() -> None:
         assert result.node.inputs[0].node.op is PARAMETER
         with pytest.raises(AssertionError, match="has no stand-in"):
             Known(graph, {}).value(result)
+
+
+def test_a_captured_value_keeps_the_shape_that_a_body_was_built_with() -> None:
+    """Nodes of the body need not take the shape of the stand-in, such as that of an empty array."""
+    with af.Graph() as graph:
+        x, empty = af.placeholder("float64", (4, 4)), af.placeholder("float64", (0, 0))
+        y = af.cond(af.placeholder("bool", ()), lambda: af.sin(x), lambda: af.cos(x))
+        copier = Known(graph, {x: empty, **{each: each for each in y.node.inputs[:1]}})
+        again = copier.value(y)
+    assert isinstance(again.node, CondNode)
+    assert [body.inputs[0].spec for body in again.node.subgraphs] == [x.spec, x.spec]

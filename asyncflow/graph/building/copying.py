@@ -110,9 +110,15 @@ class Copier:
         self.loops += isinstance(node, WhileNode)
         with made:
             for place, x in enumerate(body.inputs, node.body_offset):
-                is_captured = place >= node.first_capture
-                inner = made.import_tensor(inputs[place]) if is_captured else made.add_input(x.spec, "var")
-                self.note(x, inner)
+                if place < node.first_capture:
+                    self.note(x, made.add_input(x.spec, "var"))
+                    continue
+                outer = inputs[place]
+                if outer not in made.captures:
+                    # With the shape that the original was built with: a stand-in may be known to be another, such as
+                    # an empty array for a branch that is not taken, which nodes in the body would refuse.
+                    made.captures[outer] = made.add_input(x.spec, f"capture_{outer.node.name.rpartition('/')[2]}")
+                self.note(x, made.captures[outer])
             self.copy(body.nodes)
             made.results = [self.value(x) for x in body.results]
         self.loops -= isinstance(node, WhileNode)
