@@ -167,3 +167,13 @@ async def test_a_waiter_whose_task_is_cancelled_is_passed_over_though_it_still_s
     assert ("first" in gate, gate.admit_first(), gate.admit_first()) == (True, "second", None)
     await asyncio.gather(first, second, return_exceptions=True)
     assert (done, list(gate)) == (["second"], [])
+
+
+async def test_a_waiter_whose_deadline_has_passed_may_be_admitted_later() -> None:
+    """The admission counts, although it comes before the waiter waits again."""
+    waiter = Waiter()
+    with pytest.raises(TimeoutError):
+        await waiter.wait(asyncio.get_running_loop().time())
+    waiter.admit()
+    assert waiter.is_admitted
+    await waiter.wait()

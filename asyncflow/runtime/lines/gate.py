@@ -81,12 +81,14 @@ class Waiter:
         """
         if not self.is_admitted and self._refusal is None:
             self._future = asyncio.get_running_loop().create_future()
-            if until_s == inf:
-                await self._future
-            else:
-                async with asyncio.timeout_at(until_s):
+            try:
+                if until_s == inf:
                     await self._future
-            self._future = None
+                else:
+                    async with asyncio.timeout_at(until_s):
+                        await self._future
+            finally:
+                self._future = None  # else a later admission would be passed over
         if self._refusal is not None:
             error, self._refusal = self._refusal, None
             try:
