@@ -170,7 +170,7 @@ class Runs:
             in_flight.check_drained()
         recorder = current_trace() if trace is None else _recorder(trace)
         asked_s = in_flight.turn.loop.time()
-        graph = call.request.home.ref()  # nobody else may have it while the run goes on
+        graph = call.request.home.ref()  # the caller may drop its own reference while the run goes on
         plan = call.plan if recorder is None and graph is not None and call.version == graph.version else None
         checked = begun = None
         waits = False

@@ -20,7 +20,7 @@ event                    state                                        what happe
 `take`, idle             it pays to wait for members that were just   nothing, until they are back, or late (`Returns`)
                          answered
 `take`                   pools go before the lane                     nothing
-`take`                   a policy of the user's lets nobody join      nothing, until it is asked again
+`take`                   a policy of the user's lets no member join   nothing, until it is asked again
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         members past deadlines leave; a call is made
                                                                       of the others, of the size that is best, or

@@ -151,7 +151,7 @@ class VertexPool(SharedWork):
                 self.batches.beside(self._join(members))
 
     def _taken(self) -> list[list[VertexMember]]:
-        """Those that wait, as they are put in order together; for large graphs that begins here, and nobody waits."""
+        """Return lists of waiting runs to put in order together; large graphs begin here, in tasks of their own."""
         most = len(self.rows.waiting) if self.policy is None else self._may_join()
         if not most:
             return []
@@ -258,7 +258,7 @@ class VertexPool(SharedWork):
 
 
 class VertexPools(SharedWorks):
-    """The shared vertex maps of a session in which somebody is."""
+    """The shared vertex maps of a session that have members."""
 
     def join(self, shared: SharedSets, inputs: tuple[Array, ...], part: RunPart) -> VertexMember:
         """The place in line of one run, whose results are rows of states, and what else is asked for."""
