@@ -40,7 +40,7 @@ Arrays aligned in the file as in memory are copied a tenth faster.
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One array of a checkpoint, as the manifest describes it.
+    """An array of a checkpoint, as the manifest describes it.
 
     Attributes:
         name: in its file.

@@ -11,7 +11,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.values.shapes import Shape, format_shape, normalize_axis
 
 Axes: TypeAlias = int | tuple[int, ...] | None
-"""One axis, several, or None for all; negative numbers count from the back."""
+"""An axis, several axes, or None for all; negative numbers count from the back."""
 
 
 def static_int(value: object, what: str) -> int:

@@ -123,7 +123,7 @@ class Mover(ABC):
             self._discard(handle)
 
     def not_brought(self, handle: SavedHandle, error: BaseException) -> None:
-        """A copy in has failed: whoever reads the value gets the error."""
+        """Note that a copy in has failed: each reader of the value gets the error."""
         with self._locked():
             self.moves.came(handle, 0)
             handle.error = copy(error)

@@ -114,7 +114,7 @@ class SavedHandle:
         has_moved: it has left, or was about to, and never will again.
         space: where it goes or is.
         copying: a copy of it is in flight.
-        here: the device's buffer, for whoever copies it.
+        here: the device's buffer, which copies read.
         there: the copied value.
         error: why it cannot come back.
         tag: its iteration, where that is traced.

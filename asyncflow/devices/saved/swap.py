@@ -331,7 +331,7 @@ class SavedMoves:
 
     def away(self) -> list[SavedHandle]:
         """All values that are AWAY, or COMING by copies that have not ended."""
-        # Copies of all: whoever finds the device lost asks without the lock, which another thread may have.
+        # Copies of all: the caller that finds the device lost has no lock, which another thread may hold.
         out = [handle for group in list(self._groups.values()) for handle in list(group.out)]
         away = [handle for handle in out if handle.state is SavedState.AWAY]
         return away + [handle for handle in list(self._on_the_way) if handle.state is SavedState.COMING]

@@ -145,7 +145,7 @@ class Executor(PartitionRun):
         if all(node.kind == Kind.FETCH for node, _ in self.scheduler.ready) and not self._has_suspended:
             return True  # no kernel goes on
         if not ticket.is_aside:
-            return True  # somebody whom a claim has woken has brought it back
+            return True  # a run that a claim has woken has brought it back
         return ticket.come_back(self.run.come_back)
 
     def _drive_on_device(self, deadline_ns: int) -> bool:
@@ -221,7 +221,7 @@ class Executor(PartitionRun):
                         self._ports.take_incoming()
                     else:
                         break
-                if self.stopped:  # by a failure, or by somebody who was woken
+                if self.stopped:  # by a failure, or by a run that was woken
                     break
                 if budget <= 0:
                     node = None

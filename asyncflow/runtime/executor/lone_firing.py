@@ -94,7 +94,7 @@ class LoneFiring:
 
     def _failed(self, error: BaseException) -> None:
         if self.is_closed:
-            raise error  # nobody waits for this run any more
+            raise error  # no caller waits for this run any more
         node = self._call.node
         self.fail(as_kernel_error(error, node, "", self._inputs, self.device.name), node.id)
         self.run.on_quiet()

@@ -160,7 +160,7 @@ class PartitionRun(ABC):
                 done()
 
         deliver = self.expect(take, then)
-        # A device that refuses is one that has failed: the request counts as in flight until `deliver` is called.
+        # A refusal counts as a failure of the device: the request is in flight until `deliver` is called.
         try:
             self.asynchronous.when_done(partial(deliver, None), mark, elsewhere=elsewhere)
         except BaseException as error:
@@ -170,7 +170,7 @@ class PartitionRun(ABC):
         """Return True if an asynchronous device may still work for this; ``then()`` is called when it has ended."""
         if self.asynchronous is None or self._ended is self.launched:
             return False
-        # Noted before the device answers, which it may do at once: nobody asks twice for one end.
+        # Noted before the device answers, which it may do at once, so that one end is asked for once.
         self._ended = self.launched
         self.when_done(self.launched, then=then)
         return True
@@ -310,7 +310,7 @@ class PartitionRun(ABC):
     def broken(self, error: BaseException) -> None:
         """Ends the run because something raised that is no firing: a device's call, say."""
         if self.is_closed:
-            raise error  # nobody waits for this run any more
+            raise error  # no caller waits for this run any more
         self.fail(self._named(error))
         self.check_quiet()
 

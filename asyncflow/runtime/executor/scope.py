@@ -29,7 +29,7 @@ class ScopeOptions(Protocol):
 
     @property
     def max_iterations(self) -> int | None:
-        """Of any loop; None for no limit."""
+        """The most iterations of any loop; None for no limit."""
 
     @property
     def debug(self) -> bool:

@@ -203,7 +203,7 @@ class Runs:
                     if self.memory_turns is None and (ask.timeout is None or not plan.only_awaits):
                         run = in_flight.start(plan, passing.values, ask, passing)
                         passing.taken, work = run.taken, run.wait()
-                        del run  # an error that somebody keeps leads here
+                        del run  # an error that a caller keeps leads here
                     else:
                         work = self._carefully(plan, passing)
                     fetched = await work
@@ -273,7 +273,7 @@ class Runs:
                     run.stop("cancelled")
                     await run.wait()
             finally:
-                channel.discard()  # what nobody has taken leads to the run, and the run to the channel
+                channel.discard()  # values left in the channel lead to the run, and the run to the channel
                 self._leave(passing)
                 self._calls -= 1
                 in_flight.tell_ended()
@@ -404,7 +404,7 @@ class Runs:
         if turns is None or ask.atomic or is_recorded or is_part or not plan.is_repeatable:
             run = in_flight.start(plan, passing.values, ask, passing)
             passing.taken, work = run.taken, run.wait()
-            del run  # an error that somebody keeps leads here
+            del run  # an error that a caller keeps leads here
             return await work
         waits = partial(ask.in_time, "runs that it does not fit into memory with did not end")
         return await turns.values(partial(self._attempt, plan, passing, turns, waits), waits, self._is_left_over)

@@ -24,7 +24,7 @@ WHOLE: Final = frozenset({LOOP, "region"})
 
 
 class Firing(NamedTuple):
-    """One node firing: the times at which it became ready, its kernel started, and its outputs were there.
+    """A firing of a node: the times at which it became ready, its kernel started, and its outputs were there.
 
     From ``started_ns`` to ``ended_ns`` it computed, without a pause, on ``stream``; waiting has other names. A firing
     that gives way in between, or goes on elsewhere, is several of these: see ``part``.

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostDriver:
-    """One call of a loop: work is launched in blocks, and between them the host waits for the deciding values.
+    """A call of a loop: work is launched in blocks, and between them the host waits for the deciding values.
 
     Arguments and results of its methods are CuPy's arrays and host values.
 
