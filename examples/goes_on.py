@@ -1,8 +1,8 @@
 """Training that is killed, again and again, and goes on: a two-layer network learns the sine, in steps that survive.
 
-``python -m examples.goes_on`` starts the training in a process of its own and kills it after a while, three times;
-then it comes to its end. Each start begins with the latest checkpoint. What was learned after that is learned again,
-with the same random numbers, so the last loss is to the bit that of a training which nobody has killed. Those numbers
+``python -m examples.goes_on`` trains in a process of its own, which is killed three times while it writes a checkpoint;
+then training comes to its end. Each start begins with the latest checkpoint. What was learned after that is learned
+again, with the same random numbers, so the last loss is to the bit that of an undisturbed training. Those numbers
 depend on how many runs there were: that is why the saver is asked for the step, and not a run.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,10 +40,17 @@ def build() -> tuple[af.Graph, list[af.Tensor | af.Node]]:
     return graph, [loss, learned]
 
 
-async def train(root: Path, steps: int = STEPS) -> str:
-    """Trains until so many steps have been made, whatever was made before, and gives the last loss to the bit."""
+async def train(root: Path, steps: int = STEPS, dies_after: int | None = None) -> str:
+    """Trains until so many steps have been made, whatever was made before, and gives the last loss to the bit.
+
+    Args:
+        root: the directory of the checkpoints.
+        steps: how many there are in all.
+        dies_after: kill this process once it has begun to write so many checkpoints.
+    """
     graph, step = build()
     saver = af.Saver(root, every_steps=EVERY, keep=2)
+    begun = 0
     async with af.Session(graph, restore=saver) as session:
         print(f"begins after step {saver.step}", flush=True)
         loss = np.float32(np.nan)
@@ -49,23 +58,21 @@ async def train(root: Path, steps: int = STEPS) -> str:
             loss, _ = await session.run(step)
             if await saver.maybe_save(number):
                 print(f"step {number}: loss {loss:.5f}", flush=True)
+                begun += 1
+                if begun == dies_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
     print(f"ends with a loss of {loss:.5f}", flush=True)
     return float(loss).hex()
 
 
 def killed(root: Path, after: int, steps: int = STEPS) -> None:
-    """Starts the training as a process, and kills it once it has told of so many checkpoints."""
+    """Starts the training as a process, which is killed once it has begun to write so many checkpoints."""
     command = [sys.executable, "-m", "examples.goes_on", "--train", str(root), "--steps", str(steps)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            after -= line.startswith("step")
-            if after == 0:
-                process.kill()
-                print("killed", flush=True)
-                break
-        process.wait(PATIENCE_S)
+    command += ["--dies-after", str(after)]
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=PATIENCE_S, check=False)
+    print(done.stdout, end="")
+    print("killed" if done.returncode == -signal.SIGKILL else f"ended with {done.returncode}", flush=True)
 
 
 def main() -> None:
@@ -73,9 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Training that is killed and goes on.")
     parser.add_argument("--train", type=Path, help="only train, from the checkpoints in this directory")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--dies-after", type=int, help="with --train: be killed at this checkpoint")
     options = parser.parse_args()
     if options.train is not None:
-        af.run(train(options.train, options.steps))
+        af.run(train(options.train, options.steps, options.dies_after))
         return
     with tempfile.TemporaryDirectory() as folder:
         for after in (2, 1, 3):

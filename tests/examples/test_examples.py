@@ -223,7 +223,7 @@ def test_each_sentence_goes_to_one_trainer() -> None:
 def test_training_that_is_killed_ends_as_if_undisturbed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["goes_on", "--steps", "90"])
+    monkeypatch.setattr(sys, "argv", ["goes_on", "--steps", "140"])
     goes_on.main()
     told = capsys.readouterr().out
     assert told.count("killed\n") == 3

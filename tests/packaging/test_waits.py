@@ -17,7 +17,6 @@ STARTED_BY_HAND = {
     "tests/adversary.py": "a process for as long as the tests run, which waits for its end with a limit",
     "tests/faults/programs.py": "kills what it started",
     "benchmarks/http_serving.py": "a server, which it kills, and then waits with a limit",
-    "examples/goes_on.py": "kills it, and then waits with a limit",
     "examples/remote_device/device.py": "a process for as long as a session, which waits for its end with a limit",
 }
 """Files that may start a process and go on, and why."""
