@@ -12,10 +12,9 @@ from weakref import ref
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SourceLocation, user_location
 from asyncflow.foreign_names import close_names
-from asyncflow.graph.assumptions import Assumption
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.home import Home
-from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
+from asyncflow.graph.ir import PICKLE_GRAPHS, Assumption, Attrs, Node, NodeId, Tensor, is_name
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import StructuredNode, deep, levels

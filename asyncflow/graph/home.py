@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, cast
 from weakref import ref
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.ir import Assumption, Node, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from asyncflow.graph.assumptions import Assumption
     from asyncflow.graph.graph import Graph, Subgraph
 
 _lock = RLock()

@@ -1,7 +1,11 @@
-"""The two things a graph is made of: `Node`, an op applied, and `Tensor`, one output of a node."""
+"""The two things a graph is made of: `Node`, an op applied, and `Tensor`, one output of a node.
+
+An `Assumption` is what a graph notes of its tensors beside them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
@@ -183,3 +187,22 @@ class Node(NotPickled):
 
     def __repr__(self) -> str:
         return f"<Node {self.name} ({self.op.name})>"
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A conclusion drawn while a graph was built, and its place (`asyncflow.graph.assumptions`).
+
+    Attributes:
+        rule: name of the rule that draws it from the values of `tensors`.
+        tensors: of the graph or of bodies in it.
+        value: the conclusion: an array for the value of one tensor, or a number.
+        location: the user's line that needed it.
+        version: version of the graph at that time; the node that needed it has at least this id.
+    """
+
+    rule: str
+    tensors: tuple[Tensor, ...]
+    value: Any
+    location: SourceLocation
+    version: int

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from asyncflow.errors import FeedError, brief
-from asyncflow.graph.assumptions import Assumption, assume
+from asyncflow.graph.assumptions import assume, first_reader
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Assumption, Tensor
 from asyncflow.graph.op import bound_kernel
 from asyncflow.graph.values.shapes import is_static, size_of
 from asyncflow.ops.arrays.shape import SHAPE
@@ -188,7 +188,7 @@ def _is_same(found: object, assumed: object) -> bool:
 def _contradiction(assumption: Assumption, fed: Mapping[Tensor, Array]) -> FeedError:
     origins = _origins(assumption.tensors)
     x = next(tensor for tensor in fed if tensor in origins)
-    reader = assumption.reader()
+    reader = first_reader(assumption)
     name = "a part of the graph" if reader is None else f"node {reader.name}"
     what = f"{assumption.tensors[0].name} =" if assumption.rule == _VALUE else f"the {assumption.rule}"
     return FeedError(

@@ -11,7 +11,7 @@ from asyncflow.compiler.program.request import Fetch, PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph.building.feeds import Feeds, as_feeds, feed_targets
 from asyncflow.graph.builtin import PLACEHOLDER
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Assumption, Tensor
 from asyncflow.graph.values import nest
 from asyncflow.ops.arrays.known_values import assumptions_about, refuse_contradictions
 from asyncflow.pickling import NotPickled
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.graph.assumptions import Assumption
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.calls.plans import PlanCache
     from asyncflow.runtime.watch.trace import Trace
