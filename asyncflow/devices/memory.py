@@ -106,13 +106,14 @@ class MemoryLimitExceeded(Exception):
         super().__init__(self._message(largest) + (f"; {advice}" if advice and requested <= limit else ""))
 
     def __copy__(self) -> MemoryLimitExceeded:
+        # By default `copy` gives `__init__` the message as a positional argument, which it does not take.
         copied = type(self).__new__(type(self), *self.args)
         copied.__dict__.update(self.__dict__)
         return copied
 
     def _message(self, largest: str) -> str:
         held, most = format_bytes(self.used), format_bytes(self.limit)
-        if held == most:
+        if held == most:  # rounded alike, as 4.0 MiB over a limit of 4.0 MiB would be
             held, most = f"{self.used} bytes", f"{self.limit} bytes"
         return (
             f"{self.device} holds {held}, over its limit of {most}, after a value of "
@@ -183,7 +184,7 @@ class MemoryAccount:
         self._laps: dict[Hashable, int] = {}
         self._stores = 0
         self._exact = 0
-        self.advise = str
+        self.advise = str  # `str()` is an empty string: no advice
 
     @property
     def limit(self) -> int | None:
@@ -199,7 +200,7 @@ class MemoryAccount:
 
     @property
     def exact(self) -> int:
-        """The same, after a look through the stores."""
+        """Bytes held now, with the values in stores counted anew."""
         with self._lock:
             self._settle()
             if self._stores:
@@ -215,6 +216,8 @@ class MemoryAccount:
         """Return the peak of bytes held since the last call with the same name, and the bytes held now."""
         with self._lock:
             self._settle()
+            # Each allocation raises one counter, `_lap`, whoever measures. Any call here ends that lap for all: its
+            # peak is first added to the laps of the other names, which so miss nothing.
             self._laps.setdefault(of, 0)
             for name, most in self._laps.items():
                 self._laps[name] = max(most, self._lap)
@@ -276,6 +279,7 @@ class MemoryAccount:
             self._settle()
             for buffer in buffers:
                 self._lent.discard(id(buffer))
+                # A weak reference that is dropped never calls back, so `_settle` will not look for this key.
                 watch = self._live.pop(id(buffer), None)
                 self.at_most -= 0 if watch is None else watch.nbytes
 
@@ -329,6 +333,8 @@ class MemoryAccount:
             self.total += nbytes
             self._lap = max(self._lap, self.at_most)
         # What was fed counts once a store holds it.
+        # Large arrays count by themselves, so that two stores which share one, or a run that still uses it, count it
+        # once; `_small_nbytes` leaves them out.
         buffers = [owner_of(value) for value in fresh if isinstance(value, np.ndarray)]
         for buffer in (*held.buffers(), *buffers):
             if buffer.nbytes >= TRACKED_BYTES and self._watch(buffer, buffer.nbytes, label):
@@ -338,6 +344,7 @@ class MemoryAccount:
     def _look_through(self) -> None:
         """Count the present values in stores, each array once."""
         seen: set[int] = set()
+        # A copy, since an allocation below may run finalizers on this thread, which has the lock and may track more.
         for watch in list(self._live.values()):
             held: Any = watch() if watch.count >= 0 else None
             if held is None:

@@ -191,9 +191,10 @@ class Capabilities:
         return self.captures == "always" or (asked and self.captures == "asked")
 
 
+# Covariant, so that a device with streams of its own kind is a `Device`: callers only read streams.
 AnyStream = TypeVar("AnyStream", bound=Stream, covariant=True)
 
-_NOTHING = nullcontext()
+_NOTHING = nullcontext()  # one for all: it has no state, and each turn of an executor asks for a context
 
 
 class LogicalDevice(ABC, Generic[AnyStream]):
@@ -202,7 +203,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
     The invariant: a value is valid in the order of its device's ``compute`` stream. Whoever touches it elsewhere, on
     ``h2d``, ``d2h``, another device or the host, orders that with an event (`asyncflow.streams`).
 
-    Whoever derives from it sets `memory` and the streams.
+    A subclass sets `memory` and the streams.
 
     Attributes:
         name: such as ``cpu:0``.
@@ -215,7 +216,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         d2h: the stream of copies to host memory.
         memory: the bytes it holds, and their limit.
         swapping: the mover of saved values, away and back; None if nothing does.
-        pacing: measures what iterations of loops take, where a limit asks for it and `swapping` does not.
+        pacing: the gate that measures the bytes of loops' iterations, on a device with a limit and without `swapping`.
         asynchronous: the device itself, if a kernel's result is there only in the order of its stream, not when it
             returns.
         threads: how many long kernels it computes at the same time, in any order; 1 where a stream has them all.
@@ -248,6 +249,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         self.kind = kind
         self.name = f"{kind}:{index}"
         self.capabilities = capabilities
+        # A subclass makes them: streams of a card need its context and pool, which open after this.
         self.compute_streams: tuple[AnyStream, ...] = ()
         self._count = positive_count(compute_streams, "the number of compute streams")
         self._streams: Mapping[str, AnyStream] = {}
@@ -286,6 +288,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         """
         for stream in self.streams:
             stream.stop()  # before anything is awaited: from here on a cancel leaves no stream open
+        # All at once: their work may wait for one another, and the grace is that of the device.
         return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self.streams)))
 
     def describe(self) -> str:
@@ -339,6 +342,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     region_ns = launch_ns = view_ns = step_ns = variable_ns = 0.0
     _spans: Spans | None = None
 
+    # A check of `is None` tells the executor whether to launch; no `isinstance` in the paths of a firing.
     @property
     def asynchronous(self) -> AsynchronousDevice:  # type: ignore[override] # an attribute would be a cycle
         """The device itself."""
@@ -366,6 +370,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         arrays.
         """
 
+    # Not abstract, as are the two below: a device without the capability needs no code for it.
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
 
@@ -406,11 +411,13 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         done, whatever becomes of the run. Errors are delivered, not raised: the caller is the sender.
         """
         if not isinstance(value, DeviceValue):
-            # The host keeps what it has made for itself, such as the shape of an array.
+            # The host keeps what it has made for itself, such as the shape of an array. An array of a source that
+            # computes in the host's memory is data, and is copied in as a feed is.
             stays = source.capabilities.own_memory or is_shape(value)
             deliver(value, None) if stays else self.feed(value, deliver)
             return
 
+        # By way of the host, the one path that every pair of devices has. Devices with a link override this.
         def take(host_value: Any, error: BaseException | None) -> None:
             if error is None:
                 self.feed(host_value, deliver)
@@ -436,6 +443,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         Without this a loop could be launched to its end before anything has happened, or for ever.
         """
 
+    # Runs take marks before they end, and ask later: by then other runs may have launched more.
     @abstractmethod
     def mark(self) -> Mark:
         """The point up to which work is launched now, for `when_done`."""
@@ -455,6 +463,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
 
         What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
+        # A plain attribute will do: all launches are on the thread of one event loop, and none waits.
         before, self._spans = self._spans, spans
         return before
 

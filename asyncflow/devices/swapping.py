@@ -63,9 +63,9 @@ class Swapping(Mover):
     `waits`.
 
     Attributes:
-        start_ns: the time that a copy is expected to take whoever launches kernels.
-        has_file: True if streams wait for all values except values that must be read from a file first.
-        is_at_rest: stores keep their values, and no value of theirs is away.
+        start_ns: expected nanoseconds that starting a copy takes the thread that launches kernels.
+        has_file: True if a value may be in a file, whose reads no stream can wait for: launching waits instead.
+        is_at_rest: True while stores keep their values themselves, and none of these is away.
     """
 
     has_file = False
@@ -136,7 +136,7 @@ class Swapping(Mover):
         return True
 
     def begin(self) -> None:
-        """A store begins: rest, if nothing else is known, nor asked for by traces."""
+        """Note that a store begins: let stores keep their values if no value is known and no trace asks for moves."""
         if not (self.is_at_rest or self._copies) and self.moves.is_empty:
             with self._locked():
                 self.is_at_rest = self.moves.is_empty
@@ -288,7 +288,7 @@ class Swapping(Mover):
             return self.moves.statistics()
 
     def advice(self) -> str:
-        """Tells what an iteration takes, and why more did not move, for the error that says that memory is short."""
+        """Say what an iteration takes, and why more did not move, for the error that says that memory is short."""
         missing, largest = self.moves.missing, self.gate.largest
         advice = [f"an iteration of a loop took up to {format_bytes(largest)} of it"] if largest else []
         if missing:

@@ -78,7 +78,7 @@ class Figures:
 FIGURES: Final = {
     "modules": Figures(0.0, 38, 4, 2),
     "autodiff": Figures(0.0, 42, 4, 0),
-    "checkpoint": Figures(0.0, 36, 0, 0),
+    "checkpoint": Figures(0.0, 35, 0, 0),
     "cli": Figures(0.0, 28, 0, 0),
     "compiler": Figures(0.0, 37, 26, 0),
     "control": Figures(0.0, 38, 4, 0),
@@ -90,7 +90,7 @@ FIGURES: Final = {
     "ops": Figures(0.0, 30, 8, 0),
     "optim": Figures(0.0, 37, 0, 0),
     "profiler": Figures(0.0, 21, 0, 2),
-    "runtime": Figures(0.8, 43, 38, 2),
+    "runtime": Figures(0.5, 42, 33, 0),
     "semantics": Figures(0.0, 39, 8, 0),
     "serving": Figures(0.0, 27, 2, 0),
     "state": Figures(0.0, 39, 3, 0),
@@ -113,7 +113,6 @@ _UNCOMMENTED: Final = """
     cli/main.py
     compiler/batching/products_ahead.py
     compiler/memory/plan_memory.py
-    compiler/memory/recomputation/repeats.py
     compiler/memory/recomputation/segments.py
     compiler/memory/saving/choose_saved.py
     compiler/pipeline.py
@@ -127,11 +126,6 @@ _UNCOMMENTED: Final = """
     compiler/regions/regions.py
     control/stores/array_store.py
     control/stores/tensor_array.py
-    devices/memory.py
-    devices/protocol.py
-    devices/sim/device.py
-    devices/sim/launch.py
-    devices/sim/values.py
     errors.py
     graph/graph.py
     graph/op.py
@@ -159,15 +153,10 @@ _UNCOMMENTED: Final = """
     runtime/executor/kernels/limited_calls.py
     runtime/executor/recorder.py
     runtime/gates/admission.py
-    runtime/gates/run_queue.py
     runtime/run/run.py
-    runtime/scheduler/scheduler.py
     runtime/session/record.py
     runtime/session/session.py
-    runtime/shared/batcher.py
     runtime/shared/batches.py
-    runtime/shared/rows/pool.py
-    runtime/shared/rows/vertex_rows.py
     runtime/watch/picks.py
     semantics/rules.py
     serving/metrics.py

@@ -591,3 +591,25 @@ def test_costs_are_remembered_by_few_sizes_and_change_with_the_machine() -> None
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(af.GraphError, match=next(iter(options))):
         af.batched(lambda x: x, **options)
+
+
+def test_the_example_of_members_that_come_during_a_call() -> None:
+    """The example of the module: a call of n members takes 4 + 2 n ms, and the deadline of `d` is at 15 ms."""
+    costs, ms = CallCosts(), 1_000_000
+    for size in (1, 2, 3):
+        for _ in range(3):
+            costs.observe(size, (4 + 2 * size) * ms)
+    batcher: Batcher[Named] = Batcher()
+    a, b, c, d = [Named(k, offered_ns=k * ms, deadline_ns=15 * ms if k == 3 else inf) for k in range(4)]
+    batcher.offer("lane", costs, af.Batch(8), a)
+    (call,) = batcher.take(0, is_idle=True)
+    assert call.members == [a]
+    for each in (b, c, d):
+        batcher.offer("lane", costs, af.Batch(8), each)
+    assert list(batcher.take(3 * ms, is_idle=True)) == []
+    batcher.ended(call, 6 * ms, 6 * ms)
+    (call,) = batcher.take(6 * ms, is_idle=True)
+    assert call.members == [d, b]
+    batcher.ended(call, 8 * ms, 14 * ms)
+    (call,) = batcher.take(14 * ms, is_idle=True)
+    assert call.members == [c]

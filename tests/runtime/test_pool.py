@@ -368,3 +368,19 @@ def test_a_row_is_an_array_or_a_number_like_its_variable() -> None:
     assert value.dtype == np.float32
     assert value.shape == ()
     assert pool.is_empty
+
+
+def test_the_example_of_rows_that_end_and_join() -> None:
+    """The example of the module: the last row takes the place of a row that ends, and the next one joins behind."""
+    pool: PoolRows[Counting] = PoolRows(4, 2, HAS_ROWS)
+    a, b, c, d = [Counting(name, 0, limit, np.array(1)) for name, limit in enumerate([9, 1, 9, 9])]
+    for each in (a, b, c):
+        pool.join(each)
+    check(pool)
+    (group,) = pool.groups.values()
+    assert rows_of(pool) == [a, b, c]
+    assert [ended for ended, _ in pool.advance(group, *step_of(group))] == [b]
+    assert rows_of(pool) == [a, c]
+    pool.join(d)
+    check(pool)
+    assert rows_of(pool) == [a, c, d]

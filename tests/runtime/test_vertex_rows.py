@@ -185,3 +185,18 @@ def test_runs_with_other_states_of_missing_children_are_other_groups() -> None:
 def test_a_row_for_each_vertex() -> None:
     with pytest.raises(ShapeError, match=r"pulls\['x'\] has a row for each vertex: .* 3 vertices, .* \[4,2\]"):
         sets_of(af.InputGraph.chain([3]), np.zeros(2), np.ones((4, 2)))
+
+
+def test_the_example_of_two_runs_in_one_group() -> None:
+    """A root with two leaves, and a lone leaf: the example of the module."""
+    tree, leaf = af.InputGraph.from_edges(3, [(0, 1), (0, 2)]), af.InputGraph.from_edges(1, [])
+    members = [
+        Member(sets_of(graph, np.zeros(2), np.ones((graph.n_vertices, 2))), None, None) for graph in (tree, leaf)
+    ]
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=True, waiting=members)
+    in_groups(rows, arity=2)
+    (group,) = rows.groups
+    assert group.set_starts == [0, 3, 4]
+    assert group.ranks[3].tolist() == [1, 2]
+    step(rows, rows.groups, arity=2)
+    assert [each for each, _ in rows.ended()] == members[1:]

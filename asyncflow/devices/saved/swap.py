@@ -48,7 +48,7 @@ LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""
 
 LATE = 0.90
-"""The same for values that were planned to stay: they go only where more is held than was predicted."""
+"""Share of the limit above which values planned to stay go, too: more is held than the plan predicted."""
 
 FULL = 0.85
 """Above this part, whoever needs more waits for copies out."""

@@ -104,6 +104,7 @@ class SimDevice(Timeline):
         self.state_events: dict[SimStream, SimEvent] = {}
         if kind == "sim" or limit is not None:
             self._move_saved([host or Space("host")] if kind == "sim" else [], spills=spills)
+        # A card with one copy engine copies in one direction at a time: both names lead to one lane.
         into, out = CopyLane(f"{self.name} in"), CopyLane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
@@ -215,6 +216,7 @@ class SimDevice(Timeline):
         if self.leaves_on_host(value):
             return as_scalar(value)
         data = None if type(value) is SimUnknown else value.copy()
+        # Refused before the copy is on a stream: `Storage` would refuse it with the link already occupied.
         self.memory.check(value.nbytes, name)
         return self.copied_in(data, value.dtype, value.shape, name, after=None)
 
@@ -295,6 +297,7 @@ class SimDevice(Timeline):
         ahead_ns = self.dispatched_ns - self.machine.now_ns()
         if ahead_ns < _FARTHEST_AHEAD_NS:
             return False
+        # Half of it is left then, so that a loop launches a batch of kernels each time, not one per pause.
         self.machine.loop.call_at_ns(self.dispatched_ns - _FARTHEST_AHEAD_NS // 2, resume)
         return True
 
@@ -319,6 +322,7 @@ class SimDevice(Timeline):
             last_ns += self._message_ns
 
         def observe() -> None:
+            # From here on the host may use what the streams have written, and memory freed is known to be free.
             for end in ends:
                 self.machine.host.observe(end)
             self._told(done, None)
@@ -395,6 +399,8 @@ class SimDevice(Timeline):
         if self._is_card and isinstance(data, np.ndarray) and not data.flags.c_contiguous:
             self.settle_on(self.compute, value)
             self.order(self.compute, (value.written,))
+            # The bytes are read and written. Readers wait for this event from now on, also on streams that have waited
+            # for the former writer: `followers` starts anew.
             event = self.launch_kernel(self.compute, 0.0, 2 * value.nbytes, False, value.name, fired=False)
             value.storage.readers[self.compute] = value.written = event
             value.followers = ()
@@ -423,6 +429,7 @@ class SimDevice(Timeline):
         """New memory on the device that a copy fills."""
         nbytes = math.prod(shape) * dtype.itemsize
         storage = Storage(self, self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
+        # The last array of this memory may die before the copy that fills it has ended: until then `landing` has it.
         self.machine.landing[event] = storage
         self.when_over(event, self.machine.landing.pop, event, None)
         if self.machine.shapes_only and nbytes > SMALL_BYTES:
@@ -437,6 +444,7 @@ class SimDevice(Timeline):
 
     def _deliver_message(self, value: Value, sent_ns: int, deliver: Deliver) -> None:
         due_ns = sent_ns
+        # An object of Python goes as a message of no size, once the work that its arrays depend on is done.
         if isinstance(value, SimOpaque):
             due_ns = max(due_ns, *(event.time_ns for event in value.events))
             value = value.value

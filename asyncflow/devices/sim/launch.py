@@ -88,6 +88,7 @@ class SimLauncher:
         arrays = [value for value in values if type(value) is SimArray]
         if info.may_run_on_host and not (arrays or self._own_memory):
             return self._on_host(args)
+        # Before the kernel runs, so that a refused call changes no state.
         for array in arrays:
             if array.storage.home is not device:
                 raise _not_sent(array, device, info.name)
@@ -170,7 +171,7 @@ class SimLauncher:
         info = self._info
         if not self._device.machine.shapes_only or info.is_metadata:
             return True
-        if info.keeps_arrays:
+        if info.keeps_arrays:  # it runs without data, too: the store has to know its entries and their shapes
             is_new = all(hasattr(value, "dtype") for value in values)  # there is no store yet
             if is_new and any(lacks_data(values[place]) for place in info.host_inputs):
                 raise self._rule.refusal()
@@ -193,7 +194,7 @@ class SimLauncher:
         key = (*inputs, None, *outputs)
         flops = self._found_flops.get(key)
         if flops is None:
-            if len(self._found_flops) >= MOST_SHAPES:
+            if len(self._found_flops) >= MOST_SHAPES:  # arrays that grow in a loop never have one shape twice
                 self._found_flops.clear()
             flops = self._found_flops[key] = self._info.flops(inputs, outputs)
         return flops
@@ -285,7 +286,7 @@ class SimLauncher:
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
         storage, written = home
-        if type(storage) is BlockStorage:
+        if type(storage) is BlockStorage:  # its parts have writers of their own, later than the one of the block
             written = self._join(events)
         data = output
         if self._device.machine.shapes_only and (forgets or output.nbytes > SMALL_BYTES):
@@ -399,6 +400,8 @@ class SimHostLauncher(HostKernel):
             if inspect.isawaitable(result):
                 result = await result
             results = [self._known(value, lacks) for value in ([result] if info.single else result)]
+        # Memory may have been freed too early while the user's code ran. Its span list is the one of the call: another
+        # run may record by now.
         device.machine.check()
         with recording(device, spans):
             outputs = [
@@ -421,7 +424,7 @@ class SimHostLauncher(HostKernel):
 
 
 class _Homes:
-    """In whose memory the outputs of a call are: that of an input, of state, or of an output before."""
+    """The memory of each output of a call: of an input, of state, or of an output before."""
 
     __slots__ = ("_device", "_foreign", "_keeps", "_known")
 
@@ -461,8 +464,10 @@ class _Homes:
 _PLACED = (SimArray, SimOpaque, SimUnknown)
 
 MOST_SHAPES = 64
+"""Number of sets of shapes that a launcher remembers."""
 
 WIDE = (np.dtype(np.float64), np.dtype(np.complex128))
+"""Dtypes of kernels that a card computes at its rate for float64."""
 
 
 def _not_sent(array: SimArray, device: SimDevice, name: str) -> InternalError:
@@ -485,7 +490,7 @@ def latest_events(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
         return tuple(events)
     if len(events) == 2 and events[0].stream is events[1].stream:
         return (events[0] if events[0].count >= events[1].count else events[1],)
-    latest: dict[Any, SimEvent] = {}
+    latest: dict[Any, SimEvent] = {}  # a stream is in order: its last event is after the others
     for event in events:
         if event.stream not in latest or latest[event.stream].count < event.count:
             latest[event.stream] = event

@@ -90,6 +90,7 @@ class _OneKernel:
     def __enter__(self) -> None:
         self._at_once, self._account.credit = self._account.credit, self._late.append
 
+    # Only the account is late: the memory itself has gone back to its pool, and its hazards were checked.
     def __exit__(self, *exc: object) -> None:
         self._account.credit = at_once = self._at_once
         for charge in self._late:
@@ -166,6 +167,8 @@ class Storage:
     def __del__(self) -> None:
         if not self._charge:
             return
+        # May run on any thread, inside any call: `credit` takes no lock, and hazards are noted here and raised later.
+        # Where only the pool's own stream touched the memory, its order is enough, and nothing is checked.
         home, pool, readers = self.home, self.pool, self.readers
         home.memory.credit(self._charge)
         if self.written.stream is not pool or len(readers) != (pool in readers):
@@ -180,6 +183,7 @@ class Storage:
 
     def keep(self, array: Array | None = None) -> None:
         """Let state have the memory: it is not overwritten, and lives as long as state's `array` of it."""
+        # State may hand the array out again after every `SimArray` of it has gone.
         self.array = None
         if array is not None:
             self.home.machine.keep(owner_of(array), self)
@@ -304,6 +308,7 @@ class SimUnknown(DeviceValue):
         """Return an array of the same dtype and shape that takes no memory: NaN, or 0."""
         return no_data(self.dtype, self.shape)
 
+    # A predicate or an index without data would otherwise choose a path of the program by chance.
     def __bool__(self) -> NoReturn:
         raise self._unseen()
 
@@ -344,7 +349,7 @@ def poison(array: Array) -> None:
 
 
 class StandIn(np.ndarray):  # of any rank and dtype
-    """The one element that an array without data shows everywhere: the owner of that array's memory.
+    """The one element that an array without data has at every index: the owner of that array's memory.
 
     Attributes:
         storage: the memory that the array stands for; None for an array that state does not keep.
@@ -356,9 +361,9 @@ class StandIn(np.ndarray):  # of any rank and dtype
 
 
 def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Placed:
-    """NaN, or 0 where there is none, of this shape, read-only and of no size; a scalar of NumPy's for rank 0.
+    """Return a read-only array of NaN, or 0 for dtypes without NaN, that takes no memory; a NumPy scalar for rank 0.
 
-    It stands for `storage`, which lives as long.
+    The array stands for `storage`, and keeps it alive.
     """
     found = _NO_DATA.get(dtype)
     if found is None:
@@ -374,6 +379,7 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
     return np.broadcast_to(element, shape)
 
 
+# Only for arrays that no state keeps: each of these stands for a storage of its own.
 _shared_no_data = lru_cache(256)(no_data)
 
 _NO_DATA: dict[DType, tuple[Placed, bytes]] = {}

@@ -31,19 +31,19 @@ expected time is owed to each other line; a line that is owed the expected time 
 the queue are shared likewise. Runs of higher numbers give way, the last of the highest first, down to an eighth of the
 places; a line with less than that makes any other give way.
 
-**Runs that step aside.** A run that waits for other runs, at a queue say, does not take the place of a run that would
-fill the queue. It steps aside meanwhile, and comes back later. For example, with ``max_runs=2`` two runs take elements
-of an empty queue: both step aside, a third run starts and puts an element in, and the first run comes back for it. A
-run that comes back stands in its line by its deadline and its first arrival, so runs of its priority that have not
-started come behind it. It counts as the time of its last stay, and not for `max_queued`. Runs that stepped aside do not
-count for `max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more than
-`max_runs` and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
+**Runs that step aside.** A run that waits for other runs leaves its place to them, such as to a run that fills its
+queue. It steps aside meanwhile, and comes back later. For example, with ``max_runs=2`` two runs take elements of an
+empty queue: both step aside, a third run starts and puts an element in, and the first run comes back for it. A run that
+comes back stands in its line by its deadline and its first arrival. Runs of its priority that have not started come
+behind it. It counts as the time of its last stay, and not for `max_queued`. Runs that stepped aside do not count for
+`max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more than `max_runs`
+and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
 
-**Runs that take too long.** A run may wait for others in a way that the session cannot see, such as a lock that a
-function of the user's takes. So `let_go` stops counting runs that are in flight `_OVERDUE` times as long as runs of
-their kind take. For example, four runs of 10 ms hold all four places, and wait for a fifth. After 80 ms the queue lets
-go of them, and the fifth run starts. While no run ends, the next runs have `_OVERDUE` times as long as the previous
-had, so a burst of runs of unknown length does not start all at once.
+**Runs that take too long.** A run may wait for others in a way that the session cannot see, such as at a lock of a
+function of the user's. So `let_go` stops counting runs that are in flight `_OVERDUE` times as long as runs of their
+kind take. For example, four runs of 10 ms hold all four places, and wait for a fifth. After 80 ms the queue lets go of
+them, and the fifth run starts. While no run ends, the next runs have `_OVERDUE` times as long as the previous runs had.
+So a burst of runs of unknown length does not start all at once.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import SHARE, share_of
 
 _LEAST_RETRY_S = 0.01
+"""Least seconds after which a refused caller is told to ask again."""
 
 _OVERDUE = 8
 """A run takes too long after this multiple of its kind's mean; of exponentially distributed runs, 1 in 3,000 does."""
@@ -108,7 +109,7 @@ class QueuedRun:
 
     @property
     def place(self) -> tuple[float, int]:
-        """Orders a line."""
+        """The key by which runs of one priority are ordered."""
         return self.deadline_s, self.arrival
 
     def is_late(self, start_s: float) -> bool:
@@ -164,6 +165,7 @@ class RunQueue(Generic[R]):
     max_queued_bytes: int | None = None
     memory_limit: int | None = None
     is_auto: bool = False
+    # Dicts in place of sets: sums over them, and overdue runs, come in the order of starts in every process.
     in_flight: dict[R, None] = field(default_factory=dict, init=False)
     aside: dict[R, None] = field(default_factory=dict, init=False)
     overdue: dict[R, None] = field(default_factory=dict, init=False)
@@ -173,7 +175,7 @@ class RunQueue(Generic[R]):
     _line: PriorityLine[tuple[float, int], R] = field(default_factory=PriorityLine, init=False)
     """Waiting runs; shares are of the time."""
     _totals: dict[int, _Totals] = field(default_factory=dict, init=False)
-    """Of each priority that waits."""
+    """Sums of each priority that has waiting runs."""
     _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list, init=False)
     """Runs that gave way, until `decide` reports them."""
     _reserved: int = field(default=0, init=False)
@@ -214,6 +216,8 @@ class RunQueue(Generic[R]):
         if self.aside:
             self._check_kind(run, now_s)
         if not self._totals and self._fits(run):
+            # A run that is alone of its kind starts whatever is expected of it: else one slow run, after which all are
+            # refused, would never be corrected.
             if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in self.in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
@@ -229,6 +233,7 @@ class RunQueue(Generic[R]):
 
         Nothing changes. `offer` may still refuse a run of a kind that takes longer than most.
         """
+        # A request asks before its run is known (`Admission.expect`): the mean time of all runs stands for its own.
         free = 0 if self._totals else max(0, self.max_runs - len(self.in_flight))
         if coming < free:
             return None
@@ -280,7 +285,7 @@ class RunQueue(Generic[R]):
         """Take the place of a run in flight, which waits for others, but not its memory."""
         if run in self.in_flight:
             del self.in_flight[run]
-            self._held_s = 0.0
+            self._held_s = 0.0  # a place is free: the runs in flight do not all wait for one that cannot start
         else:
             self.overdue.pop(run, None)
         self.aside[run] = None
@@ -292,6 +297,7 @@ class RunQueue(Generic[R]):
 
     def come_back(self, run: R, now_s: float) -> bool:
         """Return True if a run that stepped aside goes on now; else it waits until `decide` gives it."""
+        # Behind runs that wait: loops that step aside for each element would otherwise let no other run start.
         if self._totals or not self._fits(run):
             self._insert(run)
             return False
@@ -315,6 +321,7 @@ class RunQueue(Generic[R]):
         self._reserved -= run.reserved
         if taken_s is not None and run.cost is not None:
             run.cost.observe(taken_s)
+            # An eighth of each new time, the weight that `RunCost` gives it, too.
             self._mean_s += (taken_s - self._mean_s) / 8
 
     def let_go(self, now_s: float) -> None:
@@ -339,17 +346,18 @@ class RunQueue(Generic[R]):
 
     def decide(self, now_s: float) -> Iterator[tuple[R, AsyncflowError | None]]:
         """Yield each waiting run whose turn has come: it has started, or never will, for the error given."""
-        while self._refused:
+        while self._refused:  # they are told even if no place is free
             yield self._refused.pop()
         while self._totals and len(self.in_flight) < self.max_runs:
             run = self._line.next(self._charge_s)
+            # A run that comes back has begun: gone or late, it has to end by itself, and give back what it holds.
             if run.is_gone and not run.is_aside:
                 self.withdraw(run)
             elif run.may_be_late(now_s) and not run.is_aside:
                 self.withdraw(run)
                 yield run, too_late()
             elif not self._fits(run):
-                return
+                return  # no smaller run passes it: a run that needs much memory would wait for ever
             else:
                 self._line.shares.took(run.priority, self._charge_s(run), self._totals)
                 self.withdraw(run)
@@ -397,7 +405,7 @@ class RunQueue(Generic[R]):
 
     def _fits(self, run: R) -> bool:
         if not self.in_flight:
-            return True
+            return True  # even above the memory limit: no end of another run would make more room
         if len(self.in_flight) >= self.max_runs:
             return False
         return run.is_aside or self.memory_limit is None or self._reserved + run.reserved <= self.memory_limit
@@ -414,17 +422,18 @@ class RunQueue(Generic[R]):
         run.is_aside = False
         del self.aside[run]
         self._kinds_aside[run.cost] -= 1
-        if not self._kinds_aside[run.cost]:
+        if not self._kinds_aside[run.cost]:  # the cost of a plan that was dropped must not stay here
             del self._kinds_aside[run.cost]
 
     def _part(self, count: int, nbytes: int) -> float:
         """Return the share of the places that `count` runs with `nbytes` bytes take."""
+        # Of 0 places one run takes two, so that it is too many.
         places = 0.0 if self.max_queued is None else count / (self.max_queued or 0.5)
         space = 0.0 if self.max_queued_bytes is None else nbytes / (self.max_queued_bytes or 0.5)
         return max(places, space)
 
     def _make_way(self, run: R, now_s: float) -> None:
-        """Has others give way, so that a run may wait.
+        """Make other runs give way, so that a run may wait.
 
         Raises:
             OverloadedError: no run gives way.
@@ -451,6 +460,7 @@ class RunQueue(Generic[R]):
             if priority == run.priority or (priority < run.priority and own_part > SHARE):
                 continue
             left, left_bytes = self._totals[priority].new, self._totals[priority].nbytes
+            # Runs that come back take no place of the queue: to refuse one would free none, and lose its work.
             last_first = (each for each in reversed(self._line.by_priority[priority]) if not each.is_aside)
             while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > SHARE:
                 left -= 1

@@ -1,20 +1,25 @@
 """The pure state machine behind every run: tokens go in, firings that are now ready come out. No asyncio in here.
 
-Rules (EuroSys '18, fig. 5) --------------------------- 1. A *token* is a value, or `Dead`, arriving at a node under a
-*tag*: the path of (frame, iteration) pairs that names one execution context. Here a tag is an `Iteration` object;
-tokens of one tag meet in its ``values``. 2. A node fires when all its inputs of one tag have arrived. Control inputs
-count as inputs. 3. Any dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
-4. Switch passes its value to one side and makes the other dead. 5. Merge fires with its first live input, or dead when
-all are dead, once all its control inputs have arrived; their deadness is ignored. A second live input is an error.
-ControlTrigger ignores deadness too. 6. Enter creates the frame on first arrival and delivers to iteration 0; a constant
-Enter delivers to every iteration, started or not. A dead Enter delivers a dead token. 7. Exit: a live token leaves its
-frame at once; a dead one is dropped, and when the frame ends, every Exit that never saw a live token delivers a dead
-one. A second live one is an error. 8. NextIteration: a live token starts the next iteration, or is parked while
-`parallel_iterations` are live, or memory is short for one more; a dead one stops here. Control edges of Enter, Exit and
-NextIteration lead to where their values go. 9. An iteration ends under four conditions. Nothing in it is ready or
-running, its child frames have ended, its predecessor has ended, and, for iteration 0, all Enters have arrived. Parked
-tokens then start the next one, if there is memory for it beside the live ones, or no iteration is live. A frame ends
-with its last iteration, unless tokens are parked. The run is done when the root iteration ends.
+Rules (EuroSys '18, fig. 5):
+
+1. A *token* is a value, or `Dead`, arriving at a node under a *tag*: the path of (frame, iteration) pairs that names
+   one execution context. Here a tag is an `Iteration` object; tokens of one tag meet in its ``values``.
+2. A node fires when all its inputs of one tag have arrived. Control inputs count as inputs.
+3. Any dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
+4. Switch passes its value to one side and makes the other dead.
+5. Merge fires with its first live input, or dead when all are dead, once all its control inputs have arrived; their
+   deadness is ignored. A second live input is an error. ControlTrigger ignores deadness too.
+6. Enter creates the frame on first arrival and delivers to iteration 0. A constant Enter delivers to every iteration,
+   started or not. A dead Enter delivers a dead token.
+7. Exit: a live token leaves its frame at once, and a second one is an error. A dead token is dropped: when the frame
+   ends, each Exit without a live token delivers a dead one.
+8. NextIteration: a live token starts the next iteration. It is parked while `parallel_iterations` are live, or memory
+   is short for one more. A dead token stops here. Control edges of Enter, Exit and NextIteration lead to where their
+   values go.
+9. An iteration ends under four conditions. Nothing in it is ready or running, its child frames have ended, its
+   predecessor has ended, and, for iteration 0, all Enters have arrived. Parked tokens then start the next one, if there
+   is memory for it beside the live ones, or no iteration is live. A frame ends with its last iteration, unless tokens
+   are parked. The run is done when the root iteration ends.
 
 ======================= ======================== =====================================================================
 event                   state                    what happens
@@ -108,7 +113,7 @@ class ShuffledQueue(deque["tuple[PlanNode, Iteration]"]):
 
 
 class Scheduler:
-    """Runs one partition once: `start`, then `next_firing` and `complete` until `done`.
+    """The state of one run of one partition: `start`, then `next_firing` and `complete` until `done`.
 
     Args:
         partition: the partition to run.
@@ -133,7 +138,7 @@ class Scheduler:
         self._root = Frame(partition.root, None)
 
     def start(self, feeds: Iterable[Value] = ()) -> None:
-        """Delivers the fed values, in the order of the partition's feeds, and readies the nodes without inputs."""
+        """Deliver the fed values, in the order of the partition's feeds, and ready the nodes without inputs."""
         root = self._start_iteration(self._root)
         # Holds the root iteration open until everything it starts with has been delivered.
         root.outstanding += 1
@@ -219,7 +224,7 @@ class Scheduler:
         return None
 
     def complete(self, node: PlanNode, iteration: Iteration, result: Any) -> None:
-        """Takes the result of a firing: the value, or the tuple of values if the node has several outputs."""
+        """Take the result of a firing: the value, or the tuple of values if the node has several outputs."""
         if node.single:
             self._deliver(node, 0, result, iteration)
         else:
@@ -236,7 +241,7 @@ class Scheduler:
         self.ready.clear()
         self.ended.clear()
         self.asks.clear()
-        # An error that somebody keeps leads here, and must not keep values as well.
+        # The traceback of a kept error leads here, and must not keep values as well.
         self.results = [None] * self.partition.n_fetches
         for iteration in list(self._live()):
             # Undoes every reference cycle, so that the values are freed now and not by the collector.
@@ -266,7 +271,7 @@ class Scheduler:
                     newest = newest.previous
 
     def waiting(self) -> list[str]:
-        """For a run that stalls: which nodes have some of their inputs, and under which tag they miss the others."""
+        """Return a line for each node of a stalled run that has some of its inputs, with the tag of the others."""
         lines = []
         for iteration in self._live():
             for node in iteration.frame.info.nodes:
@@ -292,7 +297,7 @@ class Scheduler:
                     iteration.outstanding += 1
                     self.ready.append((target, iteration))
         # A Merge has two slots: the first holds its live input, the second that input's number. Until one is live, the
-        # second counts the dead ones instead (see `_deliver_dead`); from then on nobody needs that count.
+        # second counts the dead ones instead (see `_deliver_dead`); from then on no rule needs that count.
         for position, slot, target, index in merges:
             # No kernel gives None, so None in a slot always means that nothing has arrived.
             if iteration.values[slot] is not None:
@@ -371,7 +376,7 @@ class Scheduler:
             assert iteration.dead is not None
             self._kill(node, iteration, iteration.dead[node.position])
             return
-        values[slot] = _FIRED
+        values[slot] = _FIRED  # not None: a second live input that comes later is an error, too (rule 5)
         self._deliver(node, 0, value, iteration)
         if node.uses_index:
             self._deliver(node, 1, node.index_values[values[slot + 1]], iteration)
@@ -403,7 +408,7 @@ class Scheduler:
         while iteration is not None:
             self._arrive(node, value, dead, iteration)
             iteration = iteration.previous
-        if frame.pending is frame.info.pending:
+        if frame.pending is frame.info.pending:  # frames share the tables of their loop until a constant arrives
             frame.values = frame.values[:]
             frame.pending = frame.pending[:]
         plain, merges = node.targets[0]
@@ -492,6 +497,7 @@ class Scheduler:
                 self.ended.append((frame.info.acknowledges, oldest.counters()))
             frame.live -= 1
             working_set = frame.info.working_set
+            # With none live no iteration would ever end, and so free memory: the loop goes on, and fails if it must.
             if frame.parked and (not frame.live or working_set is None or working_set.fits(frame.live + 1)):
                 following = self._unpark(frame, oldest)
             if following is None:
@@ -501,7 +507,7 @@ class Scheduler:
             oldest = following
 
     def _unpark(self, frame: Frame, ended: Iteration) -> Iteration:
-        """Starts the iteration that parked tokens wait for; returns the one after `ended`."""
+        """Start the iteration that parked tokens wait for; return the iteration after `ended`."""
         parked, frame.parked = frame.parked, []
         started = self._start_iteration(frame, parked[0][0])
         # Not done before all its first tokens are there.

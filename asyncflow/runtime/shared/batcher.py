@@ -1,9 +1,10 @@
-"""Which firings are computed together, and when: a pure state machine, with neither clock nor event loop in it.
+"""The choice of the firings that are computed together, and of the moment: a pure state machine, without clock or event
+loop.
 
-Members wait in *lanes*, one for each signature: what has the same code, dtypes, shapes, device and values in common may
-share a call. Of each lane one call is under way at a time, so that what comes meanwhile gathers; or several that are
-made at once, where a device of several threads takes less time for the parts of a call than for the whole
-(`CallCosts.parts`). The lane is free once all of them have ended.
+Members wait in *lanes*, one for each signature. Firings with the same code, dtypes, shapes, device and values in common
+have one signature, and may share a call. One call of a lane is under way at a time, so that later members gather. On a
+device of several threads a call may be made in parts at once, if that takes less time (`CallCosts.parts`). The lane is
+free once all of them have ended.
 
 ======================== ============================================ ================================================
 event                    state                                        what happens
@@ -30,11 +31,17 @@ event                    state                                        what happe
 `failed`                 of several                                   both halves wait, apart and before all others
 ======================== ============================================ ================================================
 
-Who goes first. Members, and lanes, of the lowest priority number, but each other number that waits has an eighth of the
-places (`PriorityShares`). Of one number, whoever is *due* first: at its deadline, or a second after it was offered. A
-call is cut so small that the first deadline in it is met, as far as is known and can be. Under overload, when calls
-that small would not meet all deadlines, a call is as large as gives the most answers in time for its time
-(`asyncflow.runtime.shared.call_sizes`), and has only members that it can answer in time.
+**Order.** Members and lanes of the lowest priority number go first, but each other number that waits has an eighth of
+the places (`PriorityShares`). Of one number, the member that is *due* first goes first: at its deadline, or a second
+after it was offered. A call is cut so small that the first deadline in it is met, as far as the costs are known. Under
+overload calls that small would not meet all deadlines. Then a call has the size with the most answers in time for its
+time (`asyncflow.runtime.shared.call_sizes`), and only members that it can answer in time.
+
+For example, a call of n members takes 4 + 2 n ms. Member `a` comes at 0 ms to an idle lane, and is called alone. While
+that call is under way `b`, `c` and `d` come at 1, 2 and 3 ms, and the deadline of `d` is at 15 ms. The call ends at
+6 ms. A call for all three would end at 16 ms, too late for `d`; a call for two ends at 14 ms. So `d` and `b`, the
+first ones due, share a call, and `c` has the next one. Members gather only while a call is under way: a single client
+never waits.
 """
 
 from __future__ import annotations
@@ -107,13 +114,13 @@ class BatchCall(Generic[M]):
     """Members that are computed together.
 
     Attributes:
-        lane: whose call it is.
-        members: who.
+        lane: the lane of its members.
+        members: the members; some may have gone.
         failure: the error of a policy of the user's, with which its members fail; None without one.
-        started_ns: since when it is computed, if it may never end; infinity if it ends by itself.
-        left_ns: when the first of its members left.
+        started_ns: time at which it was started, if it may never end; infinity if it ends by itself.
+        left_ns: time at which a member was first found to have left; infinity while all stay.
         beside: the calls that are to be made with it.
-        group: of all of these.
+        group: the group of these calls and this one.
     """
 
     lane: Lane[M]
@@ -144,16 +151,16 @@ class Lane(Generic[M]):
     costs: CallCosts
     label: str = ""
     waiting: PriorityLine[float, M] = field(default_factory=PriorityLine)
-    """By priority, who is due first in front."""
+    """Waiting members by priority, the earliest due in front."""
     suspects: deque[Sequence[M]] = field(default_factory=deque)
     """Parts of calls that failed, which go before all others, each by itself."""
     under_way: list[BatchCall[M]] = field(default_factory=list)
     held_ns: float = -inf
-    """Until when others go before it, as was known when it was last asked for."""
+    """Time until which pools go before it, as was known at the last `take`."""
     chosen: int = 0
     """Number of members that a policy of the user's lets join the next call."""
     asked_again_ns: float = inf
-    """When that policy wants to be asked again."""
+    """Time at which that policy is asked again."""
     failure: Exception | None = None
     """The error of that policy, if it has failed."""
 
@@ -176,7 +183,7 @@ class Lane(Generic[M]):
         return self.policy.max_size if self.costs.fits is None else min(self.policy.max_size, self.costs.fits)
 
     def add(self, member: M) -> None:
-        """One waits."""
+        """Let a member wait."""
         self.waiting.add(member.priority, _due_ns(member), member)
 
     def discard(self, member: M) -> None:
@@ -185,12 +192,13 @@ class Lane(Generic[M]):
 
     def drop_late(self, now_ns: int) -> None:
         """Remove members that are past their deadlines."""
-        # Who is late is due, and stands in front.
+        # A late member is due, and so stands in front. A due member need not be late: a second of waiting is enough.
         for line in [line for line in self.waiting.by_priority.values() if _due_ns(line[0]) <= now_ns]:
             for member in list(takewhile(lambda each: _due_ns(each) <= now_ns, line)):
                 if member.deadline_ns <= now_ns:
                     self.discard(member)
 
+    # The first member is taken whatever its bytes: it would otherwise wait for ever.
     def take(self, size: int) -> list[M]:
         """Take the next `size` members at most; of more than one, no more than the policy's bytes."""
         taken: list[M] = []
@@ -215,6 +223,7 @@ class Lane(Generic[M]):
         for member in chain(members, self.waiting):
             lines.setdefault(member.priority, []).append(member.deadline_ns)
         ranked = [lines[priority] for priority in sorted(lines)]
+        # All waiting members count, not only those taken: a larger call may be late for the first and in time for more.
         size = size_under_overload(ranked, now_ns, self.most, costs.likely_ns)
         if size is None:
             return self.cut_in_time(members, now_ns)
@@ -241,6 +250,7 @@ class Lane(Generic[M]):
         costs = self.costs
         reachable_ns = now_ns + costs.predict_ns(1)
 
+        # A member that even a call of its own would be late for does not make the call smaller for the others.
         def deadline_ns(member: M) -> float:
             return member.deadline_ns if member.deadline_ns >= reachable_ns else inf
 
@@ -258,14 +268,14 @@ class Lane(Generic[M]):
         """Return when the waiting members have waited as long as they may, where others may still come."""
         found = min(member.offered_ns for member in self.waiting)
         first = min(self.waiting, key=lambda each: each.deadline_ns)
-        # What is known of costs may be wrong by much, and so half of what it has is kept.
+        # Learnt costs may be wrong by much: half of the time until its deadline is kept for the call.
         needed_ns = _LONG * self.costs.predict_ns(min(len(self), self.policy.max_size))
         last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
         return min(found + self.policy.max_delay_s * 1e9, last_ns)
 
 
 class Batcher(Generic[M]):
-    """Gathers members, and decides which calls are made.
+    """The lanes of a session, and the choice of the next calls; see the rules above.
 
     Args:
         seed: of the sizes that are tried out.
@@ -279,13 +289,13 @@ class Batcher(Generic[M]):
         self._shares = PriorityShares()
 
     def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M, label: str = "") -> None:
-        """A member waits.
+        """Let a member wait in the lane of its signature.
 
         Args:
-            signature: equal for those that may share a call.
-            costs: of such calls; signatures whose calls take equally long have the same.
-            policy: of the function.
-            member: who.
+            signature: equal for members that may share a call.
+            costs: learnt costs of such calls, shared by signatures whose calls take equally long.
+            policy: the policy of the function.
+            member: the member.
             label: the function, as errors of a policy of the user's name it.
         """
         lane = self.lanes.get(signature)
@@ -381,6 +391,7 @@ class Batcher(Generic[M]):
         call.lane.under_way.append(call)
 
     def _lane_apart(self, lane: Lane[M], members: Sequence[M]) -> Lane[M]:
+        # A signature that no later firing has, so that no member joins a lane whose call may never end.
         apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs, lane.label)
         self.lanes[apart.signature] = apart
         for member in members:
@@ -394,7 +405,7 @@ class Batcher(Generic[M]):
         group.size += len(call.members)
         group.taken_ns = max(group.taken_ns, taken_ns)
         group.sum_ns += len(call.members) * taken_ns
-        if group.ended == group.calls:
+        if group.ended == group.calls:  # parts compete for cores: only all of them show what the members cost
             costs.observe(group.size, group.taken_ns, group.calls, group.sum_ns / group.size)
         costs.returns.answer(len(call.members), now_ns)
         self._free(call)
@@ -410,8 +421,9 @@ class Batcher(Generic[M]):
         members = [member for member in call.members if not member.is_gone]
         is_settled = len(call.members) == 1 or not divisible
         if lacks_memory and len(call.members) > 1:
-            call.lane.costs.fits = len(call.members) // 2
+            call.lane.costs.fits = len(call.members) // 2  # for later calls as well; `_size` tries more now and then
         if not is_settled:
+            # The halves stand in their order before the remaining parts: n members need at most 2 n - 1 calls in all.
             call.lane.suspects.extendleft(reversed(halves(members)))
         self._free(call)
         return is_settled

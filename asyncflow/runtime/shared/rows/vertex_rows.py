@@ -1,9 +1,12 @@
 """Vertices of several runs whose sets are computed together: the places of their rows, and the next sets. The module
 has no event loop.
 
-Runs that join at the same time are a group: their graphs are ordered as one batch, and their rows stand side by side in
-arrays of the group, in execution order, behind a row 0 for an absent child. A step takes the next set of each group,
-whatever its number, and finds the states of children by their ranks. A run ends with its own last set.
+Runs that join at the same time are a group. Their graphs are ordered as one batch, and their rows stand side by side in
+arrays of the group, in execution order. Row 0 is for an absent child. A step takes the next set of each group, whatever
+its number, and finds the states of children by their ranks. A run ends with its own last set.
+
+For example, two runs join, each with one graph: a root with two leaves, and a lone leaf. Set 0 has the three leaves in
+rows 1 to 3, and set 1 the root in row 4, whose children have ranks 1 and 2. The second run ends after set 0.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ class RunOfSets:
     """The vertices of one run.
 
     Attributes:
-        graph: offsets, children, samples, and what else there is of each vertex: types, heights.
+        graph: offsets, children, samples, and more arrays with an element for each vertex: types, heights.
         initial: the parts of the state of a child that is not there.
-        own: what the vertices have, by number.
-        size: how many there are.
+        own: inputs of the vertices, by number.
+        size: number of vertices.
     """
 
     graph: Sequence[Array]
@@ -62,6 +65,7 @@ class RunOfSets:
     def may_be_joined(self) -> bool:
         """Return whether other graphs may stand behind this one; its other faults are found with theirs."""
         offsets, children, samples, *more = self.graph
+        # A fault here would move the numbers of the next graph's vertices, and show as a fault of that run.
         return bool(
             len(offsets)
             and len(samples)
@@ -73,7 +77,7 @@ class RunOfSets:
 
     @property
     def kind(self) -> Hashable:
-        """Return a key that is equal for runs that may be in one group."""
+        """Return a key that is equal for runs that may be in one group: their row 0 is the same."""
         return tuple(map(identity_of, self.initial))
 
 
@@ -101,6 +105,7 @@ def joined(graphs: Sequence[RunOfSets]) -> list[Array]:
     vertices = edges = 0
     for each in graphs:
         offsets, children, samples, *more = each.graph
+        # Offsets count edges; children and samples count vertices. The first 0 of the offsets and samples stays once.
         moved = offsets[1:] + edges, children + vertices, samples[1:] + vertices, *more
         for parts, x in zip(arrays, moved, strict=True):
             parts.append(x)
@@ -170,7 +175,10 @@ class VertexGroup(Generic[R]):
         order, positions, set_starts, root_ranks, ranks, *child_starts = schedule
         sizes = np.array([member.sets.size for member in members])
         firsts = sizes.cumsum() - sizes
+        # The vertex of a run that is last in execution order tells how many sets the run needs. `reduceat` has no empty
+        # parts: members without vertices never get here (`take_waiting`).
         sets = set_starts.searchsorted(np.maximum.reduceat(positions, firsts), side="right").tolist()
+        # Roots ascend by number, so the roots of a run stand together. A rank is a position plus 1, for row 0.
         roots = order[root_ranks - 1].searchsorted(firsts).tolist()
         places = [
             RunInGroup(member, first, count, root_ranks[start:end])
@@ -180,6 +188,7 @@ class VertexGroup(Generic[R]):
         ]
         own = [np.concatenate(rows).take(order, axis=0) for rows in zip(*(x.sets.own for x in members), strict=True)]
         found = [np.empty((len(order) + 1, *(extent or 0 for extent in (x.shape or ())[1:])), x.dtype) for x in specs]
+        # No other row is set: a set writes its rows before a set with a parent reads them.
         for slab, initial in zip(found, members[0].sets.initial, strict=False):
             slab[0] = initial
         return cls(places, positions, set_starts.tolist(), ranks, child_starts[0] if child_starts else None, own, found)
@@ -221,6 +230,7 @@ class VertexGroup(Generic[R]):
         if place.member.sets.size == len(self.positions):
             return self
         kept = np.sort(self.positions[place.vertices])
+        # From old ranks to new ones. Rank 0 stays 0, and so do ranks of other runs, to which no child here leads.
         ranks = np.zeros(len(self.positions) + 1, np.int64)
         ranks[kept + 1] = np.arange(1, len(kept) + 1)
         starts, chosen = None, kept
@@ -257,7 +267,7 @@ class VertexRows(Generic[R]):
         specs: of the rows that sets give: states, and other requested values.
         n_states: number of these that are states.
         gives_rows: True if runs get rows of all their vertices, False for states of roots alone.
-        groups: of runs.
+        groups: groups of runs.
         waiting: runs that join with the next step.
     """
 
@@ -291,7 +301,7 @@ class VertexRows(Generic[R]):
             if member.is_gone:
                 continue
             if not sets.may_be_joined:
-                apart.append([member])
+                apart.append([member])  # to be ordered by itself, where its own fault is found
             elif sets.size:
                 together.setdefault(sets.kind, []).append(member)
             else:
@@ -299,6 +309,7 @@ class VertexRows(Generic[R]):
         return [*apart, *together.values()], empty
 
     def _nothing(self) -> list[Array]:
+        # An extent that is not known may be any, since there is no row that has it.
         rows = [np.empty((0, *(extent or 0 for extent in (x.shape or ())[1:])), x.dtype) for x in self.specs]
         return [*rows[: self.n_states], *(rows if self.gives_rows else ())]
 
@@ -316,7 +327,7 @@ class VertexRows(Generic[R]):
 
     def remove(self, groups: Iterable[VertexGroup[R]]) -> None:
         """Remove these groups."""
-        left = set(groups)
+        left = set(groups)  # groups compare by identity: equal arrays would be compared element by element
         self.groups = [group for group in self.groups if group not in left]
 
     def inputs(self, groups: Sequence[VertexGroup[R]]) -> list[Array]:
@@ -325,13 +336,14 @@ class VertexRows(Generic[R]):
         found = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
         if groups[0].child_starts is None:
             return found
+        # Numbers within this step, and so not the schedule's: rows of several groups stand side by side in it.
         count = found.pop()
         starts = np.zeros(len(count) + 1, np.int64)
         count.cumsum(out=starts[1:])
         return [*found, np.arange(len(count)).repeat(count), starts]
 
     def advance(self, groups: Iterable[VertexGroup[R]], found: Sequence[Array]) -> None:
-        """The next set of each has been computed."""
+        """Note the results of the next set of each group."""
         first = 0
         for group in groups:
             rows = group.next_rows
