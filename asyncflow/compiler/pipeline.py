@@ -69,6 +69,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         RaceWarning: effects are unordered, and some have no order.
     """
     program, options = Program(request, request.graph), context.options
+    # On the user's graph, before passes order effects. Control flow written by hand has no bodies to look into.
     if request.graph.effects == "unordered" and not has_primitives(request.graph.walk()):
         warn_of_races(request.graph, request.roots, request.feeds)
     dump = start_dump(program, options.dump)
@@ -82,6 +83,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
             dump.tell(each.name)
     assert program.placement is not None
     assert program.survey is not None
+    # A call that waits in a line has no scheduler either, but another driver: its answer comes on the event loop.
     call = find_single_call(program.partitions, context.devices, may_wait=True)
     waits = call is not None and call.node.waits_in_line
     plan = Plan(
@@ -111,7 +113,7 @@ def _optimizes(program: Program, context: Context) -> bool:
 
 
 def _folds(program: Program, context: Context) -> bool:
-    """Only kernels that would run on the host's memory give the same bits there."""
+    """Return True if constants may be computed here: the plan's kernels give the same bits on the host alone."""
     return context.is_on_host and _optimizes(program, context)
 
 
@@ -149,11 +151,11 @@ def _moves_saved(_: Program, context: Context) -> object:
     return context.options.saved_values != "keep" and context.swapping
 
 
-# -- what they are told ----------------------------------------------------------------------------------------------
+# -- arguments and findings of passes --------------------------------------------------------------------------------
 
 
 def _of_graph(change: Callable[[Graph], object]) -> Run:
-    """The pass that changes a graph and needs to know nothing else."""
+    """Return the pass that changes a graph and needs no other argument."""
 
     @wraps(change)
     def run(program: Program, _: Context) -> None:
@@ -170,6 +172,7 @@ def _extract(program: Program, _: Context) -> None:
     )
     program.graph, program.fetches, program.kept = found.graph, found.fetches, found.kept
     program.is_hand_written = has_primitives(found.graph.walk())
+    # A store is no array that could be copied to where its user happens to be placed.
     for node in found.graph.nodes if request.stores_on is not None else ():
         if node.op is FEED and node.outputs[0].dtype == VARIANT:
             node.device = request.stores_on
@@ -319,6 +322,7 @@ def _bind(program: Program, context: Context) -> None:
 
 PASSES = (
     Pass("extract", _extract, needed="the other passes change the copy that it makes"),
+    # Homes are requests like the user's own, and are checked with them.
     Pass("homes", _send_home, lambda _, context: context.homes, "a variable stays where it is", is_analysis=True),
     Pass("constraints", _resolve_requests, needed="it checks what nodes ask of devices", is_analysis=True),
     Pass("loop_variables", _of_graph(reduce_loop_variables), _optimizes),
@@ -326,15 +330,20 @@ PASSES = (
     Pass("simplify", _of_graph(simplify), _optimizes),
     Pass("cse", _of_graph(eliminate_common_subexpressions), _optimizes),
     Pass("hoist", _of_graph(hoist), _moves),
+    # Values of constants, equal nodes and moved nodes need no saving: so these are found before.
     Pass("choose_saved", _of_graph(choose_saved), _optimizes),
     Pass("plan_memory", _plan_memory, _plans_memory),
     Pass("segments", _segments, _recomputes),
+    # Its blocks of sums are as large as the memory plan has left room for.
     Pass("batch_loops", _batch_loops, _batches),
+    # Drops stores and captures that the passes above have left without users; reads that are the last are then found.
     Pass("prune", _prune, _optimizes),
     Pass("last_reads", _of_graph(mark_last_reads), _optimizes),
+    # Behind `prune`: its edges order nodes that are in the plan, and bring in none.
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
     Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
+    # From here on each node has its device: it tells whether stores move, loops run there, and regions form.
     Pass("move_saved", _move_saved, _moves_saved, is_analysis=True),
     Pass("device_loops", _make_device_loops, lambda _, context: context.has_device_loops),
     Pass("host_values", _find_host_values, _has_cards, "later passes ask what the host can look at", is_analysis=True),

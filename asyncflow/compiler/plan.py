@@ -122,19 +122,18 @@ class PlanNode:
             ``(position, slot, target, input_index)`` for Merges.
         dead_targets: the same for dead tokens, which Exit and NextIteration do not get.
         controls: ``(position, target)`` for every control edge out.
-        kernel: what to call; bound to device, attributes and state.
+        kernel: the function to call; bound to device, attributes and state.
         stream: which of the device's compute streams it runs on.
         crossing: its function instead of a kernel, for a node that moves a value between devices or to the host.
         transfer: the number that Send and Recv of one transfer share.
         peer: the device at the other end.
-        cost: how long a firing takes; None before the first.
-        hold: for a region that gives way in between, how long it holds a thread at a time; None before that was found
-            to be long.
-        is_suspect: it may have been long, and nothing has checked yet whether the kernel itself was.
-        waits_in_line: the kernel may give a place in line.
-        is_light: it may give a place in line, needs no context, and its results are small.
-        is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
-        is_for_host: a fed value is used by the host alone, and not copied in.
+        cost: measured time of a firing; None before the first.
+        hold: for a region that gives way in between, the time for which it holds a thread; None until that is long.
+        is_suspect: True if a firing may have been long, and nothing has checked yet whether the kernel itself was.
+        waits_in_line: True if the kernel may give a place in line.
+        is_light: True if it may give a place in line, needs no context, and its results are small.
+        is_small: True if shapes are known and small, so that the kernel runs on the event loop without being timed.
+        is_for_host: True if a fed value is used by the host alone, and not copied in.
     """
 
     source: Node
@@ -177,13 +176,14 @@ class PlanNode:
     peer: str = field(init=False)
     _label: str | None = field(init=False, default=None)
 
+    # Facts about `source`, in the node's own slots: the scheduler and the executor read them at every firing.
     def __post_init__(self) -> None:
         source = self.source
         self.id, self.name, self.single = source.id, source.name, source.single
         self.kind = int(_KINDS.get(source.op, Kind.KERNEL))
         self.position = len(self.frame.nodes)
         self.n_inputs = len(source.inputs)
-        self.blanks = [None] * self.n_inputs
+        self.blanks = [None] * self.n_inputs  # put over the inputs of a firing, so that an iteration keeps no value
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
         self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
         self.is_async, self.is_user, self.owner = source.op.is_async, source.op.is_user, called_op(source).alone
@@ -194,7 +194,7 @@ class PlanNode:
         self.peer = source.attrs["target" if self.crossing == Crossing.SEND else "source"] if self.transfer else ""
 
     def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
-        """Makes the node run generated code, by calling `kernel`."""
+        """Make the node run generated code, by calling `kernel`."""
         self.region, self._label = code, None
         self.kernel = kernel
         self.estimate = estimate_region(region.walk())
@@ -291,7 +291,8 @@ class Partition:
     is_on_host: bool = False
 
     def __del__(self) -> None:
-        # Frames and nodes lead to one another, in both directions. Who runs any of them holds the partition.
+        # Frames and nodes lead to one another, in both directions: without this only the collector would free a dropped
+        # plan, with its constants. A run of any of them holds the partition.
         for frame in self.frames.values():
             for node in frame.nodes:
                 node.targets, node.dead_targets, node.controls = (), (), ()
@@ -319,17 +320,18 @@ class Plan:
         memory: the treatment of saved values on devices with a limit, and its predicted cost.
         memory_notes: for other loops, why nothing is predicted, and the treatment of their values.
         loops: for people, the driver of each loop on a card.
-        is_repeatable: it only computes: a second run gives the same, and has no visible effect.
-        states: what tells the variables that it touches from others.
-        writes: the ones among them that it may write.
-        takes: it takes elements of queues or inputs.
-        waits: it may wait in line of a resource, such as a queue.
-        awaits: it has coroutines of the user's, which may be calls of functions with limits.
-        gathers: some firings are computed together with firings of other runs, in batches or pools.
-        cost: what runs of it take.
+        is_repeatable: True if it only computes: a second run gives the same, and has no visible effect.
+        states: identities of the states that it touches.
+        writes: the states among them that it may write.
+        takes: True if it takes elements of queues or inputs.
+        waits: True if it may wait in line of a resource, such as a queue.
+        awaits: True if it has coroutines of the user's, which may be calls of functions with limits.
+        gathers: True if some firings are computed together with firings of other runs, in batches or pools.
+        cost: learnt time and memory of its runs.
         used: the number of its last run, among the runs of its session.
+        remarks: lines for people on its maps and loops.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
-        is_shared: it computes a body for several runs at once.
+        is_shared: True if it computes a body for several runs at once.
     """
 
     request: PlanRequest
@@ -371,6 +373,7 @@ class Plan:
 
         Measurements stay, if the nodes are the same.
         """
+        # The object stays, so that prepared runs follow, and its measured cost goes on.
         for mine, theirs in zip(self.partitions, other.partitions, strict=False):
             known, found = mine.nodes, theirs.nodes
             if [node.name for node in known] == [node.name for node in found]:

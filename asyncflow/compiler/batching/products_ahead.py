@@ -1,11 +1,11 @@
 """Matrix products whose rows are known ahead of a loop's iterations, several iterations at a time (Cavs' eager ops).
 
-Of ``xs[t] @ W`` nothing depends on what the loop carries, but for the counter `t`. So the products of the next
-iterations are one product, of all their rows at once, made when the first of them is asked for. What makes the rows
-(``xs[t]``) is run once for each iteration as it would be in the loop, only earlier.
+Nothing in ``xs[t] @ W`` depends on the loop's variables, but for the counter `t`. So the products of the next
+iterations are one product, of all their rows at once, made when the first of them is asked for. The nodes that make the
+rows (``xs[t]``) run once for each iteration as in the loop, only earlier.
 
-Blocks begin with one iteration and double, so that a loop that ends early has made no more than it has used; where
-the predicate says how many iterations are left, they are as long as pays.
+Blocks begin with one iteration and double, so a loop that ends early has made no more rows in vain than it has used.
+Where the predicate says how many iterations are left, blocks are as long as pays.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes:
     """
     most = min(enough / max(rows, 1), block_bytes / max(nbytes, 1))
     if flops < LONG_FLOPS:
-        most = min(most, INLINE_FLOPS / max(flops, 1))
+        most = min(most, INLINE_FLOPS / max(flops, 1))  # the block is made on the event loop, as one row would be
     return max(1, int(most))
 
 
@@ -83,7 +83,7 @@ class _BlockProgress:
     flops: float = 0.0
 
     def add(self, row: Array, matrix: Array, product: Array) -> None:
-        """Counts the product of one iteration."""
+        """Count the product of one iteration."""
         rows = row.size // max(row.shape[-1], 1)
         self.rows = max(self.rows, rows)
         self.nbytes += row.nbytes + product.nbytes
@@ -257,7 +257,8 @@ class ProductsAhead:
         self._lock = Lock()
 
     def row(self, which: int, index: int) -> Value:
-        """Output number `which` in the iteration with the counter `index`."""
+        """Return output number `which` in the iteration with the counter `index`."""
+        # Without the lock, as most iterations find their row made: the tuple of blocks is replaced as a whole.
         for block in self._blocks:
             place = (index - block.first) * block.step
             if 0 <= place < block.count:
@@ -304,6 +305,7 @@ class ProductsAhead:
         course = self._course
         if self._bound is not None and course.margin is not None:
             count = min(count, (self._bound - index) * course.step + course.margin)
+        # Past the end of the dtype the counter would wrap around; in the loop itself it may never get there.
         limits = np.iinfo(course.dtype)
         count = min(count, limits.max - index + 1 if course.step > 0 else index - limits.min + 1)
         ahead = range(index, index + course.step * max(count, 1), course.step)

@@ -12,9 +12,10 @@ If only a run knows the number of iterations, as many keep their values as fit, 
 that grow. Or, if moving takes less time, values move once memory is short. A loop that was asked to move all it saves
 (`while_loop(swap_memory=True)`) does, as long as there is a place for it.
 
-What a loop in another saves is chosen with the values of the outer one: all of it stays, or moves, in each iteration of
-that. Where only a run knows how much that is, the most that it may be counts (`largest`). Left alone, and said so, are
-loops that save values of any size, loops on several devices, and loops whose values two loops' gradients read.
+The values of an inner loop are chosen with the outer loop's: in each iteration of the outer loop all of them stay, or
+move. Where only a run knows how large they are, the most that they may be counts (`largest`). Three kinds of
+loops are left alone, and a note says so: loops that save values of any size, loops on several devices, and loops whose
+values two loops' gradients read.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class PlannedValue:
     """A value saved by a loop, or by an inner loop, and its treatment.
 
     Attributes:
-        name: the value's.
-        nbytes: an iteration.
+        name: name of the node that makes it.
+        nbytes: bytes in an iteration of the outermost loop.
         choice: ``"keep"``, ``"swap"`` or ``"recompute"``.
         ns: an iteration's time of its copies, one way, or of computing it again.
     """
@@ -99,11 +100,11 @@ class PlannedLoop:
     Attributes:
         name: the loop's.
         location: where it was written.
-        limit: of its device.
+        limit: the memory limit of its device, in bytes.
         standing: bytes that are held besides.
-        figures: what the choice was made from.
+        figures: the figures that the choice was made from.
         way: the choice.
-        values: one by one.
+        values: the choice for each value; empty if nothing is changed.
         asked: ``"keep"`` or ``"swap"`` if the session asks for that way, and nothing was chosen.
         least_limit: the limit in which the ways of all loops of the device are predicted to fit.
         has_usual_blocks: sums over iterations are made in the blocks that they would be made in without a limit.
@@ -141,7 +142,7 @@ class PlannedLoop:
 
     @property
     def kept_all(self) -> int:
-        """The same if everything were kept."""
+        """Bytes that would be held if all values were kept."""
         return self.standing + self.figures.iterations * self.figures.savings[0].nbytes
 
     def explain(self) -> Iterator[str]:
@@ -248,6 +249,7 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
     asked = {node.device for node in loop.body.walk() if node.device is not None}
     if len(devices) == 1:
         return devices[0]
+    # Placement is decided later, from the nodes that this plan may add. Only a request for all nodes is certain by now.
     return next((device for device in devices if asked == {device.name}), None)
 
 
@@ -265,6 +267,8 @@ def _planned(
     assert limit is not None
     loops = [each.loop for each in candidates]
     gradients = [reader for each in candidates for reader in each.gradients]
+    # Rows that wait for their product take memory, too: in the usual blocks if these fit, else in the least ones. Other
+    # blocks round differently, so results change only where the values would not fit otherwise.
     waiting = [(0, 0) if pending is None else pending(each) for each in gradients]
     standing = standing_bytes([*loops, *gradients]) + sum(least for _, least in waiting)
     blocks = sum(usual - least for usual, least in waiting)
@@ -279,22 +283,26 @@ def _planned(
         yield each.keep_first(share) if asked is None else f"{each.unknown}; {_ALL[asked]}"
         room -= share
     counted = [each for each in candidates if each.iterations]
+    # Kept from here on: `look_for_savings` replaces the savings that it is computed from.
     would_hold = {each: each.would_hold for each in counted}
     if known > room and asked is None:
         for each in counted:
             each.look_for_savings(graph)
+    # Without any room the way that holds least is chosen, which says how much each loop must have.
     least = {each: each.way(each.figures(0.0), asked).held for each in counted}
     needed = sum(least.values())
     if has_usual_blocks and blocks and needed > room:
         has_usual_blocks = False
         room += blocks
     standing += blocks if has_usual_blocks else 0
+    # Loops of unknown length have at least half of the room: the others need twice as much of it.
     least_limit = ceil((standing + needed * (2 if unknown else 1)) / FULL) + 1
     for each in counted:
         if known > room and asked is None and each is not counted[0]:
             each.look_for_savings(graph)  # in the program that the loops before have changed
         usual = would_hold[each]
         share = room * usual / known
+        # Between the least and all that it would hold, so that the shares of all loops add up to the room.
         if needed <= room < known:
             share = least[each] + (room - needed) * (usual - least[each]) / (known - needed)
         figures = each.figures(share)
@@ -376,6 +384,7 @@ class _Candidate:
         says = self.unknown
         if self.loop.swap_memory and self.device.swapping is not None:
             return f"{says}; values of 64 KiB move from the first byte on, as was asked"
+        # The number of iterations is a guess: some times as many as fit. With fewer there is little to decide.
         figures = replace(self.figures(room), iterations=_LONG * (kept + 1))
         way = choose_way(figures)
         why_not = self.segmented.why_not or (None if self.segmented.refusal is None else "some nodes may not run twice")
@@ -395,7 +404,7 @@ class _Candidate:
         least = swapping.moves.least_bytes if swapping is not None else 0
         sizes = {value: each.nbytes * each.times for value, each in saved.items()}
         movable = [value for value, each in saved.items() if swapping is not None and each.nbytes >= least > 0]
-        movable.sort(key=lambda value: -sizes[value])
+        movable.sort(key=lambda value: -sizes[value])  # few large copies: each takes the host's time to start
         large = tuple(sizes[value] for value in movable)
         copies = tuple(saved[value].times for value in movable)
         self.changes.append(changes)
@@ -425,6 +434,7 @@ class _Candidate:
         paths = StorePaths(graph)
         self.add(SavedChange(self.loop, paths, lambda _: None))
         loops = [self.loop, *dict.fromkeys(store.loops[0] for store in self.inner)]
+        # Many prices give the same cut. The one of all values kept is there already, as the first saving.
         seen = {frozenset(x for loop in loops for x in SavedChange(loop, paths, lambda _: None).kept)}
         for price in _PRICES:
             changes = [SavedChange(loop, paths, partial(self._price, price=price)) for loop in loops]
@@ -488,6 +498,8 @@ class _Candidate:
         inner = {store.made: buffers.get(store.loops[0], buffer)(store.value) for store in left if store is not None}
         for store in (*stores, *inner):
             store.attrs = {**store.attrs, "moves": "late"}
+        # Before the loop's own stores are marked to move always: stores of segments are made with the same attributes,
+        # and their few values are read at once.
         if way.kept < self.iterations:
             loop_to_segment(self.loop).rewrite(way.length, way.kept)
         for store, value in stores.items():
@@ -562,7 +574,7 @@ def _stored_inside(store: Tensor, paths: StorePaths) -> _InnerStore | None:
     saved = next((each.value for each in stores_of(loop) if each.output is store), None)
     if saved is None:
         return None
-    if saved.dtype == VARIANT:
+    if saved.dtype == VARIANT:  # a store of stores: one level further in
         inner = _stored_inside(saved, paths)
         return None if inner is None else inner._replace(loops=(*inner.loops, loop), times=inner.times * count)
     made = loop.inputs[store.index].node

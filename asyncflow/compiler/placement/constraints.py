@@ -1,9 +1,9 @@
 """Pass: reads the user's placement requests: devices, colocation, and which kinds of device have kernels.
 
 Before a graph is optimised, nodes that have to be on one device become a *group* (union-find): a node and the one it is
-placed with, all nodes that touch one resource (a variable lives on one device), and, where control flow was written by
-hand, what `hand_written` finds no way to cut. A loop written by hand is kept together as well, unless its nodes ask for
-several devices. If devices have a memory of their own, all nodes that a variant (the state of a TensorArray) passes
+placed with, and all nodes that touch one resource (a variable lives on one device). Control flow written by hand is a
+group where `hand_written` finds no way to cut it. A loop written by hand is kept together as well, unless its nodes ask
+for several devices. If devices have a memory of their own, all nodes that a variant (the state of a TensorArray) passes
 through form a group as well. Its elements stay where they were written, and requests for another device are ignored.
 """
 
@@ -112,6 +112,7 @@ class _Groups:
         for part in levels(graph):
             if has_primitives(part.nodes):
                 self._add_hand_written(part)
+        # A chain of colocations may lead through nodes that the run does not need: what these ask for counts as well.
         waiting = deque(nodes)
         while waiting:
             target = waiting.popleft().colocated_with
@@ -133,7 +134,7 @@ class _Groups:
             target = node.colocated_with
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
         for resource in resources_of(node):
-            if not resource.waits:
+            if not resource.waits:  # queues and the like are the host's, and any device's nodes may wait for them
                 self._join(node.name, resource.effect_key, f"{node.name} uses {resource!r}, built at {node.location}")
 
     def _add_hand_written(self, part: Graph) -> None:
@@ -157,7 +158,7 @@ class _Groups:
         self.loops.extend(loops.values())
 
     def gather_loops(self, devices: Sequence[Device]) -> None:
-        """Keeps each loop written by hand together for which nodes ask for devices that one device can be."""
+        """Keep each loop written by hand together if a single device fits the requests of all its nodes."""
         for members in self.loops:
             roots = {self._root(node.name) for node in members}
             asking = (_parse(node) for name, node in self.askers.items() if self._root(name) in roots)
@@ -194,7 +195,7 @@ class _Groups:
         root = parent.setdefault(key, key)
         while parent[root] != root:
             root = parent[root]
-        while parent[key] != root:
+        while parent[key] != root:  # paths are cut short, as variables of long programs make chains
             parent[key], key = root, parent[key]
         return root
 
@@ -236,11 +237,13 @@ class _Groups:
             specs.setdefault(spec, node)
         if not any(all(spec.matches(device.name) for spec in specs) for device in devices):
             raise self._conflict(list(specs.values()), devices)
+        # One device fits all of them, so they name one kind; the request with a number is the most exact.
         return str(max(specs, key=lambda spec: spec.index is not None))
 
     def _conflict(self, asking: Sequence[Node], devices: Sequence[Device]) -> PlacementError:
         listed = "\n".join(f"  {node.device!r} asked for by {_described(node)}" for node in asking)
         fitting = {node: set(_matching(node.device, devices)) for node in asking}
+        # A request is for a kind or for one device: if each two fit together, all do. So there is such a pair.
         first, second = next((a, b) for a in asking for b in asking if not fitting[a] & fitting[b])
         reasons = "\n".join(f"  {why}" for why in self._path(first.name, second.name))
         return PlacementError(

@@ -79,8 +79,8 @@ def place(
         graph: structured, from `resolve_requests` and the optimisations; changed in place.
         devices: the session's devices, the preferred one first.
         costs: mean ns of a firing by node name, from earlier runs; missing ones are estimated.
-        seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
-            first.
+        seed: puts nodes on random devices among the allowed ones, to show that results do not depend on the placement.
+            None: where they finish first.
         placed: the devices of nodes by name in a run that is done again; not regarded unless it has them all.
         notes: what else the placement is to say.
     """
@@ -91,6 +91,7 @@ def place(
             node.device = devices[0].name
         return Placement(dict.fromkeys(names, devices[0].name), dict.fromkeys(names, "the only device of the session"))
     numbers = {device.name: number for number, device in enumerate(devices)}
+    # A run that is done again has to be cut as it was: nodes fire in the recorded order, device by device.
     if all(placed.get(node.name) in numbers for node in nodes):
         where = {node: numbers[placed[node.name]] for node in nodes}
         why = dict.fromkeys(nodes, "as in the run that is done again")
@@ -158,6 +159,7 @@ class _Placer:
     def run(self) -> tuple[dict[Node, int], dict[Node, str]]:
         """The device and the reason of every node that does work."""
         common = self.choices.common(self.graph.walk())
+        # Most small programs end here: nothing is simulated. With a limit, light work may still not fit.
         if common and not self.is_limited and self.summarize(self.graph).is_light:
             nodes = [node for node in self.graph.walk() if node.op is not PARAMETER]
             asked = self.choices.asked_reason
@@ -202,6 +204,7 @@ class _Placer:
         condition, body, n_vars = node.predicate, node.body, node.n_vars
         level = self.level(self.choices.counters(node, common))
         values = [
+            # It comes in once, for all iterations.
             level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / ASSUMED_ITERATIONS))
             for outer, *inner in zip(node.inputs, condition.inputs, body.inputs, strict=True)
         ]
@@ -215,6 +218,7 @@ class _Placer:
             level.gate = level.task(condition.results[0])
             level.add_graph(body)
             results = [level.index[result] for result in body.results]
+            # The time of the later half tells what each further iteration adds; the earlier one fills the pipeline.
             if iteration < n_iterations // 2:
                 level.problem.first_part = len(level.problem.tasks)
             if iteration == 0:
@@ -258,6 +262,7 @@ class _Placer:
             placed, reasons = self.outcome(level, solution)
             where.update(placed)
             why.update(reasons)
+            # Only one branch runs, and no estimate says which: the longer one counts, on each device.
             span = max(span, solution.span)
             loads = [max(pair) for pair in zip(loads, level.loads(solution), strict=True)]
             for position, value in enumerate(values, start=1):

@@ -1,9 +1,9 @@
 """Pass: copies the part of a graph that one kind of run needs into a fresh graph, which the later passes may change.
 
 Needed are the fetches and everything they depend on, up to the fed tensors. Where a value is needed for its shape only,
-that is found from other shapes if it can be; and a check of a shape is left out that would take more than the run has.
-Inside branches and loops these are the used results and, if effects are ordered, every node with a side effect. Unused
-loop variables and branch results are dropped.
+the shape is found from other shapes if possible. A check of a shape is left out if it alone would need further values.
+Inside branches and loops, needed are the used results and, if effects are ordered, every node with a side effect.
+Unused loop variables and branch results are dropped.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Analysis:
             settled.update(asked)
             for tensor in asked:
                 self._need_shape(tensor, need)
-            if not asked:  # all else is settled now
+            if not asked:  # all else is settled now; one check at a time, as its inputs may settle others
                 node, _ = checks.popitem()
                 if self._is_at_hand(node.inputs[1].node.inputs[0], need):
                     self._need_inputs(node, need)
@@ -208,7 +208,7 @@ class _Analysis:
             self._need_tensor(tensor, need)
         for control in node.control_inputs:
             self._need_node(control, need)
-        if node.op is LOCK and "until" in node.attrs:
+        if node.op is LOCK and "until" in node.attrs:  # a mutex that is locked and never unlocked would block all runs
             self._need_node(node.graph.root.node(node.attrs["until"]), need)
 
     def _inside(self, node: StructuredNode, used: tuple[int, ...]) -> _Inside:
@@ -228,6 +228,7 @@ class _Analysis:
         of_predicate = self._of_body(node.predicate, (0,))
         # A loop needs a variable to iterate on, even if only its effects are wanted.
         variables = set(used) or {0}
+        # A variable that is read needs its next value, which may read further ones.
         while True:
             bodies = of_predicate, self._of_body(node.body, sorted(variables))
             read = {i for i in range(node.n_vars) if _reads_input(node, i, bodies)}
@@ -282,6 +283,7 @@ class _Copy:
             self._feed(tensor, index)
         self._refuse_unfed(need)
         self._copy_nodes(self.source, self.target, need)
+        # A loop written by hand has edges from nodes behind their users, which had no copy yet.
         for made, original in self.back_edges:
             made.inputs = [self.tensors[tensor] for tensor in original.inputs]
         fetch_nodes = [self._fetch(fetch) for fetch in fetches]

@@ -1,9 +1,11 @@
 """Pass: groups nodes into regions, each of which becomes one generated Python function.
 
 A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency.
-Nodes join one region only if they wait for the same *waiting nodes*, and the same ones wait for them, in a loop's next
-iteration too. Waiting nodes are coroutine ops, the user's own functions, streamed values, and branches and loops that
-contain them.
+Nodes join one region only if they wait for the same *waiting nodes*, and the same waiting nodes wait for them, also in
+the next iteration of a loop. Waiting nodes are coroutine ops, the user's own functions, streamed values, and branches
+and loops that contain them. For example, `a` feeds a user's function `f`, whose result `b` uses, and `c` needs neither.
+Then `a`, `b` and `c` are in three regions: in one with `a`, `c` would hold up `f`, and in one with `b` it would wait
+for `f`.
 
 A region belongs to one *lane*, a compute stream of a device. Values that cross from lane to lane count as waiting nodes
 as well, one per value and lane it goes to: it is sent as soon as it exists, and delays only its users.
@@ -11,9 +13,9 @@ as well, one per value and lane it goes to: it is sent as soon as it exists, and
 Devices that launch their kernels one by one have no regions. On a device whose regions enqueue, nothing in a region may
 wait for the device either: branches and loops join a region only if they decide by values on the host.
 
-The set before a node grows along every edge, and the set behind it shrinks, so all nodes of a cycle of clusters would
-have equal sets. No waiting node or crossing is then on the cycle, it stays in one lane, and all its nodes are in one
-cluster. So regions never wait for each other in a circle, whatever the lanes are.
+Regions never wait for each other in a circle, whatever the lanes are. The set before a node grows along every edge, and
+the set behind it shrinks: all nodes of a cycle of clusters would have equal sets. Then no waiting node or crossing is
+on the cycle, it stays in one lane, and all its nodes are in one cluster.
 
 Loops that stay primitives get regions inside their bodies, so their iterations still overlap. One kind of loop that
 waits is a region by itself, and a waiting node to all others: see `waits_in_turn`.
@@ -150,8 +152,8 @@ def waits_in_turn(node: WhileNode) -> bool:
 def _waits_for_itself(loop: WhileNode, node: Node) -> bool:
     """Return True if a firing of a waiting node comes after the firing of the iteration before.
 
-    A node that waits without a side effect, such as a batched call, would wait in all iterations at once, unless it
-    needs its earlier results. It must also say that it may be asked for on any thread.
+    A node that waits without a side effect, such as a batched call, could wait in all iterations at once. It waits for
+    itself only if it needs its earlier results. It must also say that it may be asked for on any thread.
     """
     if has_side_effect(node):
         return True
@@ -197,7 +199,7 @@ class _Clustering:
     regions: dict[Node, int] = field(default_factory=dict)
 
     def cluster(self, body: Body) -> None:
-        """Makes the regions of one level, and of the bodies that are not part of one."""
+        """Make the regions of one level, and of the bodies that are not part of one."""
         graph = body.graph
         if has_primitives(graph.nodes):
             return
@@ -219,6 +221,7 @@ class _Clustering:
             if (node in joins or node in alone) and node.op is not PARAMETER and not is_everywhere(node):
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
         cut = [each[at : at + _LARGEST] for each in clusters.values() for at in range(0, len(each), _LARGEST)]
+        # A function for a single kernel saves no firing. A single branch or loop saves the firings of its primitives.
         chosen = [part for part in self.joined(body, cut, lanes) if len(part) > 1 or part[0].subgraphs]
         if self.random is not None:
             chosen = [_shuffled(part, self.random) for part in chosen]
@@ -355,7 +358,7 @@ def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[N
     """Return for each node the waiting nodes and crossings before it and behind it."""
     graph = body.graph
     if not barriers and not crossings.count:
-        return dict.fromkeys(graph.nodes)
+        return dict.fromkeys(graph.nodes)  # nothing ever waits: one key for all
     into = {node: 1 << index for index, node in enumerate(barriers)}
     out_of = dict(into)
     for node, awaited in _awaited_next(body, into).items():
@@ -366,6 +369,7 @@ def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[N
         ones, out = dict.fromkeys(crossings.into, 1), dict.fromkeys(crossings.out_of, 1)
         longest = _before_and_behind(graph, ones, out, max, add)
         return {node: (sets[node], longest[node]) for node in graph.nodes}
+    # Bits of barriers, then of the next iteration's barriers and of the decision, then of crossings.
     used = 2 * len(barriers) + 1
     for bits, crossed in ((into, crossings.into), (out_of, crossings.out_of)):
         for node, numbers in crossed.items():
@@ -396,6 +400,7 @@ def _before_and_behind(
     """Return the crossings passed before each node and behind it: sets of bits, unless they are joined otherwise."""
     before: dict[Node, int] = {}
     behind: dict[Node, int] = {}
+    # Nodes stand behind their sources, so one pass each way is enough.
     for node in graph.nodes:
         found = 0
         for source in node.sources:
@@ -409,7 +414,7 @@ def _before_and_behind(
 
 
 def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
-    """Puts one `region` node, which it returns, in the place of each cluster, in an order in which all can run."""
+    """Put a `region` node in the place of each cluster, in an order in which all can run; return these nodes."""
     owner = {node: index for index, cluster in enumerate(clusters) for node in cluster}
     used: dict[Tensor, None] = dict.fromkeys(graph.results if isinstance(graph, Subgraph) else ())
     for node in graph.nodes:
@@ -419,6 +424,7 @@ def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
     kept = [node for node in graph.nodes if node not in owner]
     for node in kept:
         replaced.apply(node)
+    # A region runs as a whole, so that a node between two of its members may have to move before or behind it.
     graph.nodes[:] = ordered(kept, _sources)
     replaced.apply_to_results(graph)
     return made
@@ -431,7 +437,7 @@ def _add_region(graph: Graph, cluster: Sequence[Node], used: Mapping[Tensor, Non
         for node in cluster
         for tensor in node.inputs
         if tensor.node not in members and not is_everywhere(tensor.node)
-    )
+    )  # constants are bound into the function
     outputs = tuple(tensor for node in cluster for tensor in node.outputs if tensor in used)
     region = Region(tuple(cluster), tuple(inputs), outputs)
     specs = tuple(tensor.spec for tensor in outputs)

@@ -118,7 +118,7 @@ def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
             search = _Search(loop.graph)
         found = search.run(loop, saved[loop.name])
         yield found
-        if found.is_rewritten:
+        if found.is_rewritten:  # the caller has rewritten it meanwhile: users of tensors are others now
             search = None
 
 
@@ -154,13 +154,13 @@ class SegmentedLoop:
         saves: the nodes that save, by the place of their store among the loop variables.
         readers: the gradient loops that read them.
         number: the number of the iteration, in the body.
-        part: what of the body makes the saved values.
-        owners: of the bodies of the graph.
-        value_bytes: of the values of one iteration; None if only a run knows.
-        trip_count: how many iterations there are; None if only a run knows.
+        part: the part of the body that makes the saved values.
+        owners: the branch or loop that has each body of the graph.
+        value_bytes: bytes of the values of one iteration; None if only a run knows.
+        trip_count: number of iterations; None if only a run knows.
         refusal: a node that must not run twice.
         why_not: another reason not to rewrite it.
-        is_rewritten: it has been.
+        is_rewritten: True once it has been rewritten.
     """
 
     forward: WhileNode
@@ -370,6 +370,7 @@ class _Rewriting:
         """Rewrite the loop and its gradients."""
         for place in self.found.kept_variables:
             self.keep(place)
+        # Gradients first: they copy the body and look for its stores, which `save_less` takes away.
         loops: dict[Node, WhileNode] = {reader.loop: self.in_segments(reader) for reader in self.found.readers}
         self.save_less()
         replaced = Replacements()
@@ -382,6 +383,7 @@ class _Rewriting:
                 replaced.nodes[node] = around
                 replaced.tensors.update(zip(node.outputs, around.outputs, strict=True))
             ordered.append(around or node)
+            # In order: a gradient may read the outputs of another one that has been replaced.
             replaced.apply(ordered[-1])
         self.graph.nodes[:] = ordered
         replaced.apply_to_results(self.graph)
@@ -389,11 +391,12 @@ class _Rewriting:
     # -- the forward loop --------------------------------------------------------------------------------------------
 
     def keep(self, place: int) -> None:
-        """Has the forward loop keep a variable of it for each segment, where the values of the variable are made."""
+        """Make the forward loop keep a variable of it for each segment, where the values of the variable are made."""
         forward, body = self.forward, self.forward.body
         maker = body.results[place].node
         like = next(iter(self.found.saves.values()))
         new = detached_node(self.graph, NEW_STORE, (), _new_store(forward, like).attrs, forward, STORE)
+        # A loop, a parameter or a constant has no place of its own to stand beside: then the store has its own.
         is_plain = not isinstance(maker, StructuredNode) and maker.op not in (PARAMETER, CONSTANT)
         home = maker if is_plain else new
         home.colocated_with = home.colocated_with or home.name
@@ -435,9 +438,11 @@ class _Rewriting:
         values = self.run_again(outer, label, variables[reader.count], *found.outputs)
         starts = loop.inputs[: loop.n_vars]
         self.move(reader, outer, variables, values, found.outputs[1])
+        # One iteration at a time: values of two segments would be held at once.
         made = _add_loop(condition, outer, starts, label, 1, loop)
-        graph.nodes.pop()
+        graph.nodes.pop()  # `run` puts it where the gradient loop stood
         made.device, made.colocated_with = loop.device, loop.colocated_with
+        # The loop around waits in its place: a node of a body may only wait for nodes of the same body.
         made.control_inputs, loop.control_inputs = loop.control_inputs, []
         return made
 
@@ -460,12 +465,15 @@ class _Rewriting:
         saves = self.saves
         places = sorted(self.part.variables)
         starts = [self.start(outer, place, steps.get(place), segment, begin) for place in places]
+        # Variables first, then stores: the results of the body below come in the same order.
         starts += [self.store(outer, place, save, first) for place, save in saves.items()]
         specs = [tensor.spec for tensor in starts]
+        # The predicate needs no more than the number: the segment's end has been decided by the forward loop.
         counted = self.copied(condition, specs, places, BodyPart())
         end = condition.import_tensor(end)
         condition.results.append(_add(condition, LESS, [counted.value(self.number), end], {}, forward))
         again = self.copied(body, specs, places, self.part)
+        # Stores of a segment begin at 0, while the iterations keep their numbers.
         index = _add(body, SUBTRACT, [again.value(self.number), body.import_tensor(first)], {}, forward)
         body.results += [again.value(forward.body.results[place]) for place in places]
         for store, save in zip(body.inputs[len(places) :], saves.values(), strict=False):
@@ -526,6 +534,7 @@ class _Rewriting:
         captures = [
             (outer.import_tensor(x) if x not in places else values.get(places[x], first)) for x in loop.captures
         ]
+        # A capture whose store is gone needs some value until it is dropped, two lines on: the number has been given.
         gone = [at for at, x in enumerate(loop.captures, loop.n_vars) if x in places and places[x] not in values]
         loop.graph, loop.inputs = outer, [*variables, *captures]
         for body in loop.subgraphs:

@@ -53,10 +53,10 @@ Memory that is written for the first time is slow, so that keeping a value costs
 """
 
 COMPOSITE = 1
-"""The same of an op that is several kernels."""
+"""`PASS` of an op that is several kernels."""
 
 _EXTENTS = 64, 1, 4096
-"""Stand-ins for extents that only a run knows. The first is compared by; no other may come out worse."""
+"""Stand-ins for extents that only a run knows. Sets are compared with the first; with no other may a set be larger."""
 
 _MOST_SHARED = 4
 """Buffers with several names of which all combinations are tried, to pay for them or not."""
@@ -66,7 +66,7 @@ _LARGE = 300
 
 
 def choose_saved(graph: Graph) -> None:
-    """Does so for all loops of `graph` that save values, outer ones first, in place."""
+    """Choose the saved values of all loops of `graph`, outer loops first, in place."""
     loops = [node for node in graph.walk() if isinstance(node, WhileNode) and stores_of(node)]
     if not loops:
         return
@@ -135,6 +135,7 @@ class SavedChange:
         if needed:
             cut = self._best(needed)
             chosen = {self.values[number] for number in cut.kept}
+            # Where an extent is 1, values without that extent may be the larger ones: no stand-in may need more bytes.
             if self._price(cut) < self._saved_bytes(self.kept) and all(
                 self._saved_bytes(chosen, extent) <= self._saved_bytes(self.kept, extent) for extent in _EXTENTS
             ):
@@ -172,7 +173,7 @@ class SavedChange:
         return is_free(value, self.loop, self.depth, self.paths)
 
     def _collect(self, wanted: Iterable[Tensor]) -> None:
-        """Notes the values that `wanted` are, or may be computed from."""
+        """Note the values that `wanted` are, or may be computed from."""
         open_ = list(wanted)
         while open_:
             value = open_.pop()
@@ -193,6 +194,8 @@ class SavedChange:
             [] if price is None else [self.numbers[x] for x in value.node.inputs if x in self.numbers]
             for value, price in zip(self.values, self._prices, strict=True)
         ]
+        # A cut pays for each value by itself, and so several times for a buffer with several names. Paying once is no
+        # matter of one cut: so each combination of the largest such buffers is tried as paid for, up to 16.
         names: dict[Tensor, list[int]] = defaultdict(list)
         for number, buffer in enumerate(buffers):
             names[buffer].append(number)
@@ -233,7 +236,7 @@ class SavedChange:
     # -- the change ---------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Saves `kept`, and computes the others again where they are read."""
+        """Save `kept`, and compute the other values again where they are read."""
         kept, dropped = self.kept, self.dropped
         stores = {**self.pinned, **{value: store for value, store in self.wanted.items() if value in kept}}
         for value in self.values:  # in order: a set has another one in each process, and so would its stores
@@ -244,6 +247,7 @@ class SavedChange:
             for reader in readers:
                 places[reader.node.graph][reader.node] = reader
         for graph, here in places.items():
+            # By index: readers of one iteration share what is computed again, and it stands behind the first of them.
             again: dict[Tensor, _ComputedAgain] = {}
             replaced = Replacements()
             for reader in [here[node] for node in graph.nodes if node in here]:
@@ -278,6 +282,7 @@ class _ComputedAgain(Copier):
 
     def known(self, x: Tensor) -> Tensor | None:
         """See `Copier.known`."""
+        # Asked for each input of a copied node, so copying ends at saved values, and at values that need no saving.
         reader, paths = self.reader, self.loop.paths
         if self.loop.is_free(x):
             return _brought(x, self.loop.loop, reader, paths)
@@ -293,7 +298,7 @@ class _ComputedAgain(Copier):
 
 def _inserted(node: Node, inputs: Sequence[Tensor], reader: StoreReader, paths: StorePaths) -> Node:
     """A copy of a node, behind `reader`."""
-    # As if the gradient had computed it: errors and listings look up by the name what it is the gradient of.
+    # As if the gradient had computed it: errors and listings find the differentiated node by the name.
     graph = reader.node.graph
     name = graph.reserve(f"{reader.node.name.rpartition('/')[0]}/{node.name.rpartition('/')[2]}")
     paths.insert(copied(node, graph, inputs, name), behind=reader.node)

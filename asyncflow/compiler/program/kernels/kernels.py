@@ -129,6 +129,7 @@ def bind_launch(
         is_checked: what `bare` gives is more than the op's own kernel.
     """
     if node.op is CONSTANT and not node.control_inputs:
+        # Copied in when the plan is made, not at each firing.
         value = bare(np)()
         if not is_host_spec(node.outputs[0].spec):
             value = _constant_on(device, node, value)
@@ -151,7 +152,7 @@ def bind_launch(
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
         is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
         in_region=in_region,
-        recipe=None if is_checked else _recipe(node),
+        recipe=None if is_checked else _recipe(node),  # a kernel made elsewhere would not check
         flops=partial(_flops, node),
         infer=partial(_infer, node),
     )
@@ -302,6 +303,7 @@ def _keeps_arrays(node: Node) -> bool:
 
 def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
     flops = flops_of(node, inputs, outputs)
+    # Without a rule, an operation for each element: kernels of a simulated device take time by these.
     return float(sum(size_of(shape) or 0 for shape in outputs)) if flops is None else flops
 
 
@@ -349,7 +351,7 @@ def _casting(node: Node, kernel: Kernel) -> Kernel:
 
 def _followed_by(kernel: Kernel, check: Callable[[Value], Value]) -> Kernel:
     """A kernel whose results are checked."""
-    if isinstance(kernel, PausingKernel):
+    if isinstance(kernel, PausingKernel):  # wrapped in a function it could not stop between rows any more
         return kernel.followed_by(check)
     return lambda *inputs: check(kernel(*inputs))
 
@@ -377,6 +379,7 @@ def _output_check(node: Node, xp: Namespace) -> Callable[[Value], Value]:
 
 def _number_check(node: Node) -> Callable[[Value], Value]:
     def checked(result: Any) -> Value:
+        # One pass over good values; NaN and infinity are only told apart for the message.
         for index, value in enumerate((result,) if node.single else result):
             if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():
                 nans, infinite = int(np.isnan(value).sum()), int(np.isinf(value).sum())

@@ -48,14 +48,14 @@ class HandFrame:
     """A frame that a user entered by hand.
 
     Attributes:
-        path: which it is.
-        enters: what brings values into it.
+        path: names of the frames from the outermost to this one.
+        enters: its Enters.
         following: its NextIterations.
         loop_conds: its LoopConds.
-        around: when it is live: if all that enters is.
+        around: condition under which it is live: all values that enter are.
         driver: the predicate it goes on by, and the side on which it does; None if it is no loop.
-        is_opposite: its LoopCond marks the opposite of that predicate.
-        trouble: why it cannot be cut; None if it can.
+        is_opposite: True if its LoopCond marks the opposite of that predicate.
+        trouble: the reason why it cannot be cut; None if it can.
     """
 
     path: FramePath
@@ -100,6 +100,8 @@ class HandWritten:
         self._odd_exits: set[Node] = set()
         self._collect(graph)
         self._find_odd_uses()
+        # Begins as if each frame were regular. Each round may refute that for some, which changes what is known of the
+        # nodes around and inside. Troubles and odd exits only become more, so this ends.
         is_settled = False
         while not is_settled:
             for node in self._order:
@@ -193,6 +195,7 @@ class HandWritten:
             inside = output_frame(node, path)
             return runs, None if runs is None or self.held(inside) is not None else Live(inside)
         if node.op is EXIT:
+            # An Exit of a loop is live once, by one side of one predicate; that of a plain frame whenever the frame is.
             if runs is None or node in self._odd_exits or len(runs.sides) != bool(self.frames[path].following):
                 return runs, None
             return runs, self.frames[path].around  # that it leaves a loop by the other side is checked later
@@ -315,6 +318,8 @@ def _merged(path: FramePath, inputs: Sequence[Live | None]) -> Live | None:
         if live is None:
             return None
         sides = live.sides
+        # Joining two sides of an inner predicate may leave the opposite of another input: of four inputs under two
+        # predicates, say, two pairs meet first, and then the pairs.
         while (other := next((each for each in left if _are_opposite(each, sides)), None)) is not None:
             left.remove(other)
             sides &= other

@@ -102,6 +102,7 @@ class _KnownNames:
         return _KnownNames(self.loops, self.depth + 1)
 
 
+# The constructor of a NamedTuple is a Python function, and kernels in loops ask for a context in each iteration.
 _new_tuple = tuple.__new__
 
 
@@ -156,7 +157,7 @@ class RegionGenerator:
     held: HeldBytes | None = None
 
     def generate(self, name: str) -> RegionCode:
-        """The function, under that name."""
+        """Return the function, under that name."""
         self.taken.update(dict.fromkeys(_RESERVED, 0))
         self.reordered = find_reordered(self.region.nodes)
         if self.account is not None:
@@ -190,6 +191,7 @@ class RegionGenerator:
         lines = self.with_told(told) if told else self.lines
         source = "\n".join((*head, *lines)) + "\n"
         filename = f"<asyncflow region {function} {next(_serial)}>"
+        # Tracebacks and debuggers show the source as long as the function lives.
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace = dict(self.bound)
         exec(compile(source, filename, "exec"), namespace)
@@ -274,7 +276,7 @@ class RegionGenerator:
         return name
 
     def line(self, block: _KnownNames, text: str, node: Node | None = None) -> None:
-        """Adds a line, which belongs to `node`."""
+        """Add a line, which belongs to `node`."""
         self.lines.append("    " * block.depth + text)
         if node is not None:
             self.places[len(self.lines)] = self.place(node, block)
@@ -316,8 +318,8 @@ class RegionGenerator:
             escaping: values used afterwards.
             block: where it stands.
             carried: results of a loop's body that take turns with its variables.
-            end: the number of nodes needed in the last iteration of a loop, and a writer of the loop's end behind them,
-                given the variables that the other nodes would drop.
+            end: the number of nodes needed in the last iteration of a loop, and a writer of the loop's end behind them.
+                The writer is given the variables that the other nodes would drop.
         """
         escaping = tuple(escaping)
         block.nodes, block.escaping = nodes, escaping
@@ -351,7 +353,7 @@ class RegionGenerator:
             self.line(block, f"del {', '.join(made)}")
 
     def put(self, node: Node, index: int, block: _KnownNames) -> None:
-        """Adds the lines of the node at `index` of a straight line."""
+        """Add the lines of the node at `index` of a straight line."""
         if self.decide is not None and isinstance(node, StructuredNode):
             self.put_decision(node, self.decide(node), block)
             return
@@ -367,7 +369,7 @@ class RegionGenerator:
             self.put_kernel(node, index, block)
 
     def note_phase(self, node: Node, block: _KnownNames) -> None:
-        """Begins a phase where a loop outside all others begins or has ended."""
+        """Begin a phase where a loop outside all others begins or has ended."""
         last = self.phases[-1] if self.phases else None
         if last is not None and not (last.is_loop or isinstance(node, WhileNode)):
             last.nodes.append(node)
@@ -381,11 +383,11 @@ class RegionGenerator:
             self.part(block)
 
     def part(self, block: _KnownNames) -> None:
-        """A place where the function stops in any case, between two phases."""
+        """Add a place where the function stops in any case, between two phases."""
         self.stop(block, "yield True")
 
     def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
-        """Adds the lines of a node that has a kernel."""
+        """Add the lines of a node that has a kernel."""
         kernel, buffers, slot, own = self.kernel(node), block.buffers, None, self.owned.get(node)
         n_slots = len(self.slots)
         if buffers is not None and kernel is not None:
@@ -443,7 +445,7 @@ class RegionGenerator:
             self.checkpoint(block)
 
     def in_parts(self, node: Node, expression: str, block: _KnownNames) -> str:
-        """The variable that holds what a user's function gives for rows; where these take long, the function yields."""
+        """Write a user's function over rows, and return the variable of its results; the region yields between rows."""
         self.is_generator = True
         self.bound.update(Paused=Paused)
         found = self.fresh(node.name, "found")
@@ -467,7 +469,7 @@ class RegionGenerator:
         return found
 
     def checkpoint(self, block: _KnownNames) -> None:
-        """A place where whoever drives the function may stop it."""
+        """Add a place where the driver of the function may stop it."""
         self.is_generator = True
         self.line(block, "budget -= 1")
         self.line(block, "if not budget:")
@@ -515,7 +517,7 @@ class RegionGenerator:
     # -- branches and loops --------------------------------------------------------------------------------------
 
     def put_cond(self, node: CondNode, block: _KnownNames) -> None:
-        """Adds an `if`."""
+        """Add an `if`."""
         condition = self.value(node.predicate)
         true_branch, false_branch = node.subgraphs
         outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
@@ -541,7 +543,7 @@ class RegionGenerator:
         self.names.update(zip(node.outputs, outputs, strict=True))
 
     def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: _KnownNames) -> None:
-        """A branch or loop that whoever drives the function sees to."""
+        """Add a branch or loop that the driver of the function sees to."""
         arguments = ", ".join(self.value(tensor) for tensor in node.inputs)
         decision = f"yield {self.bind_name(f'decide_{node.op.name}', 'decide', decide)}({arguments})"
         results = "".join(f"{self.name(tensor)}, " for tensor in node.outputs)
@@ -636,7 +638,7 @@ class RegionGenerator:
         if self.held is not None:
             self.held.closes_loop(variables, counter, start, len(self.lines), block.depth)
         self.names.update(zip(node.outputs, variables, strict=True))
-        if lent:
+        if lent:  # the caller's array is as it was, also if the loop was stopped midway
             self.line(outside, "except BaseException:")
             for own in lent:
                 self.line(block, f"{own}.restore()")
@@ -645,7 +647,7 @@ class RegionGenerator:
             self.line(outside, f"del {', '.join(owned)}")
             if self.held is not None:
                 self.held.dropped(owned)
-        if len(self.slots) > n_slots and not outside.loops:
+        if len(self.slots) > n_slots and not outside.loops:  # buffers of an inner loop serve its next activation, too
             self.line(outside, f"del {', '.join(self.slots[n_slots:])}")
             if self.held is not None:
                 self.held.dropped(self.slots[n_slots:])
@@ -666,7 +668,7 @@ class RegionGenerator:
             initial.node.op is FEED
             and initial.node.attrs.get("is_lent", False)
             and self.track is None  # what counts memory may fail when the loop has ended
-            and block.depth == 1
+            and block.depth == 1  # in a loop, the next iteration would find it changed
             and sum(x is initial for x in read) == 1
         )
         if is_lent:
@@ -678,7 +680,7 @@ class RegionGenerator:
         return own
 
     def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
-        """Asks for the memory of an iteration."""
+        """Add a line that asks for the memory of an iteration."""
         if self.swapping is None or self.swapping.account.limit is None or not asks_for_memory(node.body.walk()):
             return
         self.needs_context = True
@@ -721,7 +723,7 @@ class RegionGenerator:
         )
 
     def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
-        """Adds the head of a loop, with all that decides."""
+        """Add the head of a loop, with the nodes that decide."""
         only = only_node(condition)
         if only is not None:
             self.line(block, f"while {self.call(only, inner)}:")
@@ -734,7 +736,7 @@ class RegionGenerator:
         self.line(inner.deeper(), "break")
 
     def put_next(self, variables: list[str], values: list[str], block: _KnownNames) -> None:
-        """Rebinds the loop variables: one by one if no value is a variable rebound before it."""
+        """Rebind the loop variables: one by one if no value is a variable rebound before it."""
         moves = [(variable, value) for variable, value in zip(variables, values, strict=True) if variable != value]
         if self.held is not None:
             self.held.named([variable for variable, _ in moves], [value for _, value in moves])
