@@ -108,13 +108,13 @@ ROWS = [
     ),
     Row(
         "stacked_lstm_training",
-        "is 7.1 times as fast as on one at batch 64, and 6.0 times at 512",
+        "at batch 64 is 7.1 times as fast as on one. At 512 it is 6.0 times as fast",
         (7.1, 6.0),
         lambda c: (c[f"batch 64, {CPP}"][8], c[f"batch 512, {CPP}"][8]),
     ),
     Row(
         "stacked_lstm_training",
-        "5.5 times as fast as one with 2,048 units a layer, 1.7 times with 1,024, and with 512 units 0.59 times",
+        "5.5 times as fast as one with 2,048 units a layer, and 1.7 times with 1,024. With 512 units they are slower: 0.59 times",
         (5.5, 1.7, 0.59),
         lambda c: (c["widths"][2048], c["widths"][1024], c[f"batch 512, {OURS}"][8]),
     ),
@@ -124,7 +124,12 @@ ROWS = [
         (5.5, 1.7, 0.59),
         lambda c: (c["widths"][2048], c["widths"][1024], c[f"batch 512, {OURS}"][8]),
     ),
-    Row("stacked_lstm_training", "(0.50 times at batch 64)", (0.50,), lambda c: (c[f"batch 64, {OURS}"][8],)),
+    Row(
+        "stacked_lstm_training",
+        "and 0.50 times at batch 64",
+        (0.50,),
+        lambda c: (c[f"batch 64, {OURS}"][8],),
+    ),
     Row(
         "parallel_iterations",
         "32 iterations at once are 7.5 times as fast as one, and 8 are as fast as 32",
@@ -172,7 +177,7 @@ ROWS = [
     ),
     Row(
         "white_paper_pipelines",
-        "eight synchronous replicas are 4.7 times as fast as one, and asynchronous ones another 12 % faster",
+        "eight synchronous replicas are 4.7 times as fast as one. Asynchronous ones are another 12 % faster",
         (4.7, 1.12),
         lambda c: (
             c[f"data parallel, synchronous, {CPP}"][8] / c[f"data parallel, synchronous, {CPP}"][1],
@@ -202,7 +207,7 @@ ROWS = [
     ),
     Row(
         "white_paper_pipelines",
-        "2.6 times as many runs a second with a thread a device, and 1.13 times with this runtime's host",
+        "2.6 times as many runs a second with a thread a device. With this runtime's host it is 1.13 times",
         (2.6, 1.13),
         lambda c: tuple(c[f"concurrent steps, {host}"][8] / c[f"concurrent steps, {host}"][1] for host in (CPP, OURS)),
         0.03,
@@ -218,7 +223,7 @@ ROWS = [
     ),
     Row(
         "stacked_lstm",
-        "760 steps/s for 1,900, and each device more adds copies and calls of regions to its work: 330 steps/s",
+        "760 steps/s instead of 1,900. Each further device adds copies and calls of regions to its work: 330 steps/s",
         (760, 1900, 330),
         lambda c: (
             c[f"hidden 512, 32 steps at once, {OURS}"][1],
