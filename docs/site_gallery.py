@@ -72,7 +72,7 @@ def settings(*, runs: bool) -> dict[str, Any]:
         "download_all_examples": False,
         "show_signature": False,
         "notebook_extensions": set(),
-        "default_thumb_file": str(ROOT / "docs" / "images" / "timeline.png"),
+        "default_thumb_file": str(ROOT / "docs" / "images" / "program.png"),
     }
 
 

@@ -160,8 +160,16 @@ def docstring(app: Any, what: str, name: str, value: object, options: object, li
         lines.insert(0, "")
 
 
+def name_attributes(app: Any) -> None:
+    """Give lists of attributes their name: Sphinx calls them variables, which here are resources."""
+    for field in app.registry.domains["py"].directives["class"].doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
+
+
 def setup(app: Any) -> dict[str, object]:
     """Connect to Sphinx."""
+    name_attributes(app)
     app.connect("builder-inited", write_pages, priority=100)
     app.connect("source-read", _read)
     app.connect("autodoc-skip-member", skip)

@@ -114,7 +114,8 @@ ROWS = [
     ),
     Row(
         "stacked_lstm_training",
-        "5.5 times as fast as one with 2,048 units a layer, and 1.7 times with 1,024. With 512 units they are slower: 0.59 times",
+        "5.5 times as fast as one with 2,048 units a layer, and 1.7 times with 1,024. "
+        "With 512 units they are slower: 0.59 times",
         (5.5, 1.7, 0.59),
         lambda c: (c["widths"][2048], c["widths"][1024], c[f"batch 512, {OURS}"][8]),
     ),

@@ -93,6 +93,14 @@ def test_docstrings_are_mended() -> None:
     assert lines[0].startswith("Paths of health checks")
 
 
+def test_lists_of_attributes_are_not_called_variables() -> None:
+    fields = [SimpleNamespace(name="variable", label="Variables"), SimpleNamespace(name="returnvalue", label="Returns")]
+    domain = SimpleNamespace(directives={"class": SimpleNamespace(doc_field_types=fields)})
+    registry = SimpleNamespace(domains={"py": domain})
+    site_pages.setup(SimpleNamespace(connect=lambda *_, **__: None, registry=registry))
+    assert [field.label for field in fields] == ["Attributes", "Returns"]
+
+
 def test_named_tuples_show_only_their_own_methods() -> None:
     field = SimpleNamespace(__doc__="Alias for field number 0")
     assert site_pages.skip(None, "class", "count", tuple.count, False, None) is True
