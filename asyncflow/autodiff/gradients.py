@@ -167,7 +167,7 @@ def _refuse_queues(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> 
     """Refuse gradients from a queue's output to its input, which would be None without a word."""
     puts = [node for node in graph.nodes if node.op in PUTS] if xs else []
     if not puts:
-        return
+        return  # almost all programs: the walks below cost as much as a sweep
     reached = Dependencies({}).of(graph.nodes, dict.fromkeys(xs, 1))
     filled = {put.attrs["queue"].effect_key: put for put in puts if any(x in reached for x in put.inputs)}
     for inner in deep(nodes_behind(graph, ys)):
@@ -218,9 +218,9 @@ class _Gradients:
 
     Args:
         graph: the graph being built.
-        targets: to be differentiated; in `graph` or around it.
-        sources: by these.
-        stopped: what counts as a constant.
+        targets: tensors to differentiate; in `graph` or around it.
+        sources: tensors and variables to differentiate by.
+        stopped: tensors that count as constants.
     """
 
     def __init__(
@@ -233,6 +233,7 @@ class _Gradients:
         self.sweeps: dict[Graph, Sweep] = {}
         variables = [x for x in sources if isinstance(x, Variable)]
         ends = [*targets, *(outer for level in self.graphs for outer, _ in _taken(level))]
+        # Outer graphs first: a value that a body takes is wanted there if the value outside depends on a source.
         for level in self.graphs:
             wanted = [x for x in sources if isinstance(x, Tensor) and x.graph is level]
             wanted += [inner for outer, inner in _taken(level) if outer in self.sweeps[outer.graph].connected]
@@ -246,6 +247,7 @@ class _Gradients:
         for y, grad in zip(self.targets, given, strict=True):
             if carries_gradient(y.spec):
                 self.sweeps[y.graph].give(y, _seed(y, grad))
+        # Inner graphs first: gradients of taken values arrive outside before the graph there is swept.
         for level in reversed(self.graphs):
             sweep = self.sweeps[level]
             sweep.run()
@@ -254,6 +256,7 @@ class _Gradients:
                 if reached is not None:
                     self.sweeps[outer.graph].give(outer, reached)
         found = [self._found(x) for x in self.sources]
+        # Zeros only where a target depends on the source by ops without a derivative: looked for if they are asked for.
         if any(grad is None for grad in found):
             connected = self._connected()
             for place, x in enumerate(self.sources):
@@ -283,12 +286,13 @@ class _Gradients:
     def _found(self, x: Tensor | Variable) -> Tensor | None:
         if isinstance(x, Tensor):
             return self.sweeps[x.graph].gradient(x)
-        grads = [sweep.gradient_of_variable(x) for sweep in self.sweeps.values()]
+        grads = [sweep.gradient_of_variable(x) for sweep in self.sweeps.values()]  # each graph may read it
         found = [grad for grad in grads if grad is not None]
         return reduce(add_gradients, found) if found else None
 
     def _connected(self) -> int:
         """Return the places of the sources that a target depends on, though their gradient may be zero, as bits."""
+        # A set of places for each tensor, so that one walk serves all sources.
         bits: dict[Tensor, int] = {}
         variables: dict[int, int] = {}
         for place, x in enumerate(self.sources):

@@ -79,7 +79,7 @@ def lift(
         body: the nodes that a function of one row has built; values that it captures are the same for every row.
         known: its values that are given.
         wanted: its values that are asked for.
-        count: how many rows there are.
+        count: number of rows.
         label: a name reserved for the new nodes.
         owns_stores: see `RowAxis`.
 
@@ -94,7 +94,7 @@ def lift(
         captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
         return [lifting.rows.spread(value) for value in lifting.checked_values(body, {**captured, **known}, wanted)]
     except CannotLift:
-        graph.take_back(before)
+        graph.take_back(before)  # the caller goes another way, and half a body must not stay in its graph
         raise
 
 
@@ -127,14 +127,15 @@ class Lifting:
         self.label = label
         self._location = user_location()
         self._made: dict[Node, tuple[Node, ...]] = {}
-        self._stores: set[Tensor] = set()  # whose entries have folded rows
-        self._without: set[Node] = set()  # which make what is the same for all rows
+        self._stores: set[Tensor] = set()  # stores whose entries have folded rows
+        self._without: set[Node] = set()  # nodes whose results are the same for all rows
         self.prepared: dict[Node, object] = {}
         self._extent: int | None = None
 
     def over(self, rows: RowAxis) -> Lifting:
         """Return the same lifting over other rows, such as some of these."""
         other = Lifting(rows, self.label)
+        # Shared, not copied: nodes lifted over some rows may be waited for by nodes over all of them.
         other._made, other._stores, other.prepared = self._made, self._stores, self.prepared
         return other
 
@@ -174,7 +175,7 @@ class Lifting:
         self._note_extents(known.values())
         among = body.nodes if among is None else among
         needed = _needed(body, known, wanted, among)
-        if self._prepare(needed):
+        if self._prepare(needed):  # preparations add nodes, and uses of values that were not needed before
             needed = _needed(body, known, wanted, among)
         arrays = [each for each in needed if isinstance(each, Node) and has_rows_on_demand(each.op)]
         if arrays and not self.rows.owns_stores:
@@ -199,6 +200,7 @@ class Lifting:
         """Return `values` that are available once the effects of the body have run: a check may fail before."""
         found = self.values(body, known, wanted)
         effects = self.effects()
+        # Identities that wait: the values themselves may be made, and used, before a check fails.
         with control_dependencies(effects):
             return [value._replace(tensor=identity(value.tensor)) for value in found] if effects else found
 
@@ -215,7 +217,7 @@ class Lifting:
         return bool(found)
 
     def _note_extents(self, values: Iterable[LiftedValue]) -> None:
-        """Notes that all of them have the same number of rows, so that gradients keep and compare no shapes."""
+        """Note that all of them have the same number of rows, so that gradients keep and compare no shapes."""
         graph = current_graph()
         for value in values:
             x = value.tensor
@@ -242,10 +244,11 @@ class Lifting:
                 else:
                     outputs = self._outputs(node, inputs)
             except CannotLift as reason:
-                if reason.location is not None:
+                if reason.location is not None:  # of a node inside: the most exact place
                     raise
                 raise CannotLift(str(reason), node.location) from None
         made = graph.nodes[count:]
+        # Nodes that waited for this one wait for its effects; without any, for the last node made.
         self._made.update(dict.fromkeys(of, tuple(each for each in made if _writes(each)) or tuple(made[-1:])))
         for each in made:
             # An error in the run names the user's line of the node that was lifted.
@@ -301,6 +304,7 @@ class Lifting:
         if known is not None:
             return [known]
         flags = outputs_with_rows(node, [value.has_rows for value in inputs])
+        # Each row draws its own numbers, though no input differs.
         is_same = not any(flags) and not any(value.has_rows for value in inputs) and not node.op.is_random
         if (is_same and node not in self.prepared) or node in self._without:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]
@@ -367,7 +371,7 @@ def _needed(
     """
     needed = {x.node for x in wanted if x not in known}
     wholes: dict[Node, PartedRows] = {}
-    for node in reversed(body.nodes):
+    for node in reversed(body.nodes):  # users before the nodes that they use
         if node in needed or (_writes(node) and node in among):
             parted = body.parted.get(node) if _writes(node) else parted_at(node)
             if parted is not None:

@@ -51,13 +51,13 @@ class CustomRule:
     """The user's rule by which a node is differentiated.
 
     Attributes:
-        name: of the user's function.
+        name: name of the user's function.
         grad_fn: the user's gradient function.
         arguments: the nest of each of its arguments.
         results: the nest it returned.
         captured: tensors its results depend on besides its arguments and its reads of variables.
         variables: variables that it reads, its branches and loops included.
-        gives_variables: `grad_fn` gives gradients for `variables` too.
+        gives_variables: True if `grad_fn` gives gradients for `variables` too.
     """
 
     name: str
@@ -118,6 +118,7 @@ def keep_copied_rule(
         captured: what the copy depends on in place of the rule's own.
     """
 
+    # In the form of a user's function, so that a copy is differentiated, and copied, as the original is.
     def grad_fn(*given: Tensor | None, variables: object = ()) -> Nest:
         found, of_variables = gradients(given)
         return (found, of_variables) if rule.gives_variables else found
@@ -141,9 +142,9 @@ def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
             a tensor or a nest. ``grad_fn(*grads)`` takes what reaches each of `ys`, one argument for each if that is a
             tuple or list: zeros where nothing does, None for integers. It returns one gradient for each argument of
             `fn`, of the same nest, dtypes and shapes, in a tuple; None where nothing flows. It may use any tensor that
-            `fn` has built, and call `gradients`: there, no argument depends on another. If `fn` reads variables and
-            `grad_fn` has a parameter ``variables``, `grad_fn` gets a list of the variables that `ys` depends on, in the
-            order of their reads. It then returns a pair: the gradients of the arguments, and a list with one for each
+            `fn` has built, and call `gradients`: there, no argument depends on another. `fn` may read variables, and
+            `grad_fn` have a parameter ``variables``. It then gets a list of the variables that `ys` depends on, in the
+            order of their reads. It returns a pair: the gradients of the arguments, and a list with one for each
             variable.
 
     Returns:
@@ -206,8 +207,10 @@ class _Differentiable:
             captured, variables = _used(outputs, inputs, first)
             passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
+            # Without reads the pair is not asked for: one grad_fn may serve functions with variables and without.
             gives_variables = bool(variables) and _takes_variables(grad_fn)
             rule = CustomRule(name, grad_fn, structures, results, captured, variables, gives_variables)
+            # Beside the graph and not in an attribute: the text of a graph has no place for functions.
             passed[0].node.graph.kept_for_gradients[passed[0].node] = rule
             return results.unflatten(passed)
 
@@ -259,6 +262,7 @@ def _used(
         if tensor in seen or node.op is STOP_GRADIENT:
             continue
         seen.add(tensor)
+        # Numbers of nodes only grow, so a smaller one was built before the function was called.
         if node.id < first or node.op is PARAMETER:
             if carries_gradient(tensor.spec):
                 captured.append(tensor)
@@ -272,13 +276,14 @@ def _used(
 
 @sweep_rule(CUSTOM_GRADIENT)
 def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
-    """Gives what reaches each input of the node, in the current graph."""
+    """Return what reaches each input of the node, in the current graph."""
     rule = custom_rule(node)
     if rule is None:
         raise GraphError(
             f"{node.name} has a gradient of its own, which is not there: the graph was read from text, in which "
             f"functions have no place\n  built at {node.location}"
         )
+    # Refused only if a gradient is asked for that would flow there: else a captured weight would forbid all others.
     lost: list[Tensor | Variable] = [x for x in rule.captured if x in sweep.connected]
     if not rule.gives_variables:
         lost += [x for x in rule.variables if x.serial in sweep.variables]

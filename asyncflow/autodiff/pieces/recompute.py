@@ -160,6 +160,7 @@ def _between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], is_in: Callabl
     """
     given = set(inputs)
     found: dict[Node, None] = {}
+    # A stack of its own: a piece may be deeper than Python's recursion goes.
     open_ = [x.node for x in outputs if x not in given and is_in(x.node)]
     while open_:
         node = open_[-1]
@@ -195,7 +196,7 @@ def _refuse_effects(name: str, node: Node) -> None:
 
 @sweep_rule(RECOMPUTED)
 def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
-    """Gives the sweep what reaches each value that the piece uses; for the node's inputs there is nothing left.
+    """Give the sweep the gradient of each value that the piece uses; nothing is left for the node's inputs.
 
     Args:
         node: of `RECOMPUTED`.
@@ -212,7 +213,7 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     arrived = {place: grad for place, grad in enumerate(grads) if grad is not None}
     nodes, traces = _needed_again([outputs[place] for place in arrived], inputs, whole, draws_again=key is not None)
     within = set(nodes)
-    # Where a body is lifted in parts, values of another part may have come between what the piece uses and what it is.
+    # Where a body is lifted in parts, values of another part may stand between the piece and the values it uses.
     taken = {x for each in nodes for x in each.inputs if x.node not in within}
     used = [x for x in dict.fromkeys((*inputs, *taken)) if x in taken]
     differentiable = [x for x in used if carries_gradient(x.spec)]
@@ -221,6 +222,8 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     seen.update((x, identity(graph.import_tensor(x))) for x in differentiable)
     late = [x for x in inputs[: node.attrs["arguments"]] if x in taken] or differentiable
     if late:
+        # Waits for the gradients, which the copy itself does not need: else it would run with the forward program, and
+        # its values be held until they are read.
         behind = apply(BARRIER, *(seen[x] for x in late), *arrived.values(), count=len(late))
         seen.update(zip(late, behind, strict=True))
     copy = _PieceCopy(seen, key, traces, frozenset(inputs))
@@ -329,7 +332,7 @@ class _PieceCopy(Copier):
         return made
 
     def _keep_rule(self, made: Node, rule: CustomRule, trace: TracedGradient) -> None:
-        """Gives the copy of a node the user's gradient, over the copies of the values that it uses."""
+        """Give the copy of a node the user's gradient, over the copies of the values that it uses."""
         for outer in trace.body.captures:
             if outer not in self.tensors and self.target.can_use(outer.graph):
                 # Now: gradients of this one are built where the value is not at hand.
@@ -356,11 +359,12 @@ def _refuse_inner(node: Node, nodes: Iterable[Node], sweep: Sweep) -> None:
 
 
 def _refuse_changed(node: Node, nodes: Iterable[Node]) -> None:
-    """Raises where a branch or loop that runs again would read a variable that has been changed since."""
+    """Raise where a branch or loop that runs again would read a variable that has been changed since."""
     reads = {each.attrs["variable"]: each for each in deep(nodes) if each.op is VARIABLE_READ}
     if not reads:
         return
     for other in node.graph.root.walk():
+        # In a body, a write before the piece is also one after it: in the iteration before the gradient reads again.
         if not (node.graph.is_subgraph or other.id > node.id) or other.op.effects is None:
             continue
         for variable, read in reads.items():

@@ -1,7 +1,7 @@
 """Sums of gradients that reach parts of one value: rows, slices, windows, elements picked by number.
 
 A part is kept as it comes, with the key that names it, until the parts are as large together as the whole; then they
-are added up in one array. So a loop pays for the parts that it reads, however long the array is, and the kept parts are
+are added up in one array. So a loop pays for the parts that it reads, however long the array is. The kept parts are
 never much larger than the array. A sum is a VARIANT that loops carry and branches give; the next one takes its memory.
 
 The gradient of such a sum is one, too: the parts added here are read from it.
@@ -45,7 +45,7 @@ _ENTRY = 64
 """Elements that a part counts as beside its own: keeping it takes about as much memory."""
 
 _FEW = 4
-"""Parts that are known to be more than this part of the whole are added up as wholes."""
+"""Divisor of the whole's elements: parts that are known to have more than that are added up as wholes."""
 
 
 class _PartPlace:
@@ -97,6 +97,7 @@ class _PartedValue:
         if place is None and not rest:
             return values
         is_whole = place is None
+        # A gradient that came as a whole may be a user's, or another sum's: it is not written to.
         copied = self.xp.array(values) if is_whole else self.xp.zeros(self.extents, self.wide)
         result = copied.astype(self.wide, copy=False)
         alike: dict[_PartPlace | None, list[_Part]] = {}
@@ -158,6 +159,7 @@ class PartSum(StoreVersion[_Part]):
         for _, values, _ in parts:
             size += values.size + _ENTRY
             nbytes += values.nbytes
+        # Then the sum itself is the first part of a new log. Adding up costs as much as the parts that paid for it.
         if size >= self.whole.size:
             return PartSum.of(self.whole, [*self.parts(), *parts])
         return PartSum(self.whole, self.grown(parts), self.length + len(parts), nbytes, size)
@@ -168,7 +170,7 @@ class PartSum(StoreVersion[_Part]):
 
     def total(self) -> Array:
         """Return the sum of all parts, each in its place of the whole; nothing writes to it."""
-        if self._total is None:
+        if self._total is None:  # two threads may both add up: to the same sum
             self._total = self.whole.added_up(self.parts())
         return self._total if self._total.dtype == self.whole.dtype else self._total.astype(self.whole.dtype)
 
@@ -188,6 +190,7 @@ def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Sh
         if total.length:
             grown: PartSum = total.with_parts(parts)
             return grown
+        # An empty store has no shape: the first part brings that of the whole.
         extents = read(scatter.sizes_of(inputs, shape))
         dtype = inputs[0].dtype
         return PartSum.of(_PartedValue(xp, extents, dtype, summed_in(dtype), prod(extents)), parts)
@@ -204,6 +207,7 @@ def _part_kernel(xp: Namespace, *, key: Key, shape: Shape, dtype: DType) -> Kern
             index = device_index(xp, index)
         if total.length:
             return total.total()[index]
+        # Zeros of the whole are a view of one zero, and take no memory: only the part does.
         nothing = xp.broadcast_to(xp.zeros((), dtype), read(inputs[n_indices:]))[index]
         return xp.zeros(nothing.shape, dtype)
 

@@ -114,7 +114,7 @@ class RowGradient(StoreVersion[_Added]):
         """Return the sum with one more addition."""
         log, length = self.log, self.length
         if log.added < log.longest:
-            with log.lock:
+            with log.lock:  # in place only for the newest version: another thread may have grown it
                 if length == len(log):
                     log.put(entry)
                     return RowGradient(self.xp, self.kind, log, length + 1, self.nbytes + entry[2].nbytes)
@@ -142,7 +142,7 @@ class RowGradient(StoreVersion[_Added]):
         log, rows = self.log, self.log.longest
         with log.lock:
             total = self._total(rows, 0)
-            log.total, log.folded = None, 0
+            log.total, log.folded = None, 0  # the new log writes to it
         return rows, slice(0, rows, 1), total[:rows]
 
     def _total(self, rows: int, first: int, *, is_last: bool = False) -> Array:
@@ -151,10 +151,12 @@ class RowGradient(StoreVersion[_Added]):
         If no other version is read, the log drops the additions it has summed.
         """
         log, length, total = self.log, self.length, self.log.total
+        # The sum has additions of newer versions. It will do if all of these are for rows that are not read.
         if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
             total, log.folded = None, 0
         rows, known = max(rows, log.longest), () if total is None else total
         if total is None or len(total) < rows:
+            # Doubled, so that a store that grows row by row is copied a few times, and not at each read.
             total = self.xp.zeros((max(rows, 2 * len(known)), *self.kind.row_shape), summed_in(self.kind.dtype))
             if len(known):
                 total[: len(known)] = known

@@ -50,7 +50,7 @@ class StoreLog(list[Entry]):
         return self[index]
 
     def take(self, index: int) -> Entry:
-        """Entry number `index`, for the last time: the log lets go of it."""
+        """Return entry number `index`, for the last time: the log lets go of it."""
         entry, self[index] = self[index], None  # type: ignore[assignment]
         return entry
 
@@ -72,11 +72,11 @@ class MovingLog(StoreLog["Value"]):
 
     Args:
         entries: with which it begins.
-        swapping: moves them.
+        swapping: the mover of the values.
         label: the node that saves them.
-        run: which they belong to.
-        moves: when they do.
-        loop: the loop that saves them, and the iterations of those around it, as tags show them.
+        run: the run that they belong to.
+        moves: when they move.
+        loop: the loop that saves them, and the iterations of the loops around it, as tags show them.
     """
 
     __slots__ = ("_moves", "_swapping", "label", "source")
@@ -89,9 +89,11 @@ class MovingLog(StoreLog["Value"]):
         swapping.begin()
 
     def add(self, value: Value) -> None:
-        """One value more."""
+        """Add one value."""
         swapping, run = self._swapping, self.source[0]
         if swapping.is_at_rest and self._moves != "always":
+            # The mover takes its own lock before a log's, when it makes logs hand over. So it is not asked for under
+            # this one: `rests` takes none.
             with self.lock:
                 if swapping.rests(self):
                     self.append(value)
@@ -119,7 +121,7 @@ class MovingLog(StoreLog["Value"]):
 
     def take(self, index: int) -> Value:
         """Value number `index`, for the last time."""
-        with self.lock:
+        with self.lock:  # `hand_over` would put an entry back in its place
             entry, self[index] = self[index], None
         return self._swapping.take(entry, is_last=True) if type(entry) is SavedEntry else entry
 
@@ -132,7 +134,7 @@ class MovingLog(StoreLog["Value"]):
         return MovingLog(entries, self._swapping, label=self.label, run=run, moves=self._moves, loop=loop)
 
     def __del__(self) -> None:
-        with self.lock:  # somebody may be about to have it hand over
+        with self.lock:  # another thread may be about to make it hand over
             entries = self[:]
             self.clear()
         self._swapping.release(self, entries)
@@ -142,9 +144,9 @@ class StoreVersion(Generic[Entry]):
     """A version of a store: the first `length` entries of a log. Any thread may use any version.
 
     Attributes:
-        log: shared with other versions.
-        length: how many of its entries are seen.
-        nbytes: of their values, for the profiler; counted as they come, since it is asked for in each iteration.
+        log: the log, shared with other versions.
+        length: number of its entries that this version sees.
+        nbytes: bytes of their values, for the profiler; counted as they come, since it is asked for in each iteration.
     """
 
     __slots__ = ("length", "log", "nbytes")
@@ -160,7 +162,7 @@ class StoreVersion(Generic[Entry]):
         return self.log
 
     def entries(self) -> Sequence[Entry]:
-        """All that is seen."""
+        """The entries that this version sees."""
         return self.log[: self.length]
 
     def grown(self, entries: Sequence[Entry]) -> StoreLog[Entry]:
@@ -185,7 +187,7 @@ class SavedValues(StoreVersion["Value"]):
     __slots__ = ()
 
     def saved(self, index: int, value: Value) -> SavedValues:
-        """The store with one value more, number `index`."""
+        """Return the store with one value more, number `index`."""
         length = self.length
         if index != length:
             raise IndexError(f"value number {index} is saved into a store of {length}")
@@ -203,7 +205,7 @@ class SavedValues(StoreVersion["Value"]):
         """Return the first value, if it is there, and the bytes and number of all that are; they go from the last."""
         log, length = self.log, self.length
         count = length
-        if length and log[length - 1] is None:
+        if length and log[length - 1] is None:  # gradients read from the last to the first, so a tail has gone
             count = bisect_left(log, True, 0, length, key=_is_gone)
         return (log[0], self.nbytes * count // length, count) if count else (None, 0, 0)
 
@@ -266,7 +268,7 @@ class StoreGradient(StoreVersion[Reached]):
         """Return the gradients and drop them from the store; for the last read."""
         found, log = self.read(index), self.log
         for place in log.positions.pop(index, ()):
-            log[place] = index, None
+            log[place] = index, None  # places of later entries stay
         return found
 
     def total(self, index: int, shape: tuple[int, ...], xp: Namespace, *, is_last: bool = False) -> Array | None:

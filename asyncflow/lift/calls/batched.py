@@ -56,6 +56,7 @@ Join: TypeAlias = Callable[[Namespace, Sequence[Array]], Array]
 
 
 _SAME_BYTES = 4096
+"""Bytes up to which values that members share are compared by content."""
 
 NO_TEXT = "{} is code of this process, built for many members: build the graph anew where it is to run"
 """Reason why code shared by several runs is not in the text of a graph."""
@@ -65,10 +66,10 @@ class BodyProgram(NamedTuple):
     """The body of a batched function as a graph of its own.
 
     Attributes:
-        graph: whose placeholders are the body's inputs.
-        feeds: these placeholders.
+        graph: the graph.
+        feeds: its placeholders, which are the body's inputs.
         fetches: the body's results.
-        states: what its variables stand for, where that is settled.
+        states: the state of each variable, where one version is meant.
     """
 
     graph: Graph
@@ -121,9 +122,12 @@ class SharedCode:
         Args:
             states: by the names that `variables_of` gives.
         """
+        # The version holds the states, so that their ids are not used again as long as it is found here. Runs and
+        # batches of a version hold it; after their end it goes, with old values of variables.
         key = tuple(map(id, states.values()))
         found = self._versions.get(key) if key else self
         if found is None:
+            # Shares `built_programs`: all versions have the same graphs, and `built_once` adds the states.
             found = self._versions[key] = copy(self)
             found._origin = self.origin
             found.states = {self._resources[name]: state for name, state in states.items()}
@@ -143,7 +147,7 @@ class built_once(Generic[Code]):  # noqa: N801 - a decorator
         self._build, self._name = build, build.__name__
 
     def __get__(self, code: Code, owner: type[Code]) -> BodyProgram:
-        """That of the version."""
+        """Return the program with the states of the version."""
         program = code.built_programs.get(self._name)
         if program is None:
             program = code.built_programs[self._name] = self._build(code)._replace(states={})
@@ -155,15 +159,15 @@ class SharedBody(SharedCode):
 
     Attributes:
         label: its name.
-        what: a member waits for, for people.
-        batch: how many share a call, and when.
+        what: words for people on the call for which a member waits.
+        batch: the options: how many members share a call, and when.
         location: where the call was built.
-        has_rows: of each input, whether each member has one of its own; else it is the same for all that share a call.
-        specs: of the results of one member.
+        has_rows: for each input, True if each member has its own value, False if all that share a call have one.
+        specs: specs of the results of one member.
         stays: places of inputs of a node that may be on a device; values common to all members are compared on the
             host.
-        is_repeatable: computing a member again does no harm.
-        has_loop: how long a call takes depends on its members; it may never end.
+        is_repeatable: True if computing a member again does no harm.
+        has_loop: True if the time of a call depends on its members; it may never end.
     """
 
     why_no_text = NO_TEXT.format("the function of a batched call")
@@ -193,7 +197,7 @@ class SharedBody(SharedCode):
         self.many = self.one if self.is_packed else self._lifted()
 
     def find_parts(self, ragged: RaggedRows, side_by_side: Sequence[bool]) -> None:
-        """Finds out whose part of the results is whose; see `RaggedRows.find_parts`."""
+        """Find the owner of each part of the results; see `RaggedRows.find_parts`."""
         ragged.find_parts(self.specs, self._shapes_with, side_by_side)
         self.specs = tuple(starmap(ragged.spec_outside, enumerate(self.specs)))
 
@@ -234,7 +238,7 @@ class SharedBody(SharedCode):
             shapes[place] = tuple(extents)
         try:
             return [x.shape for x in self._as_written(shapes).fetches]
-        except (GraphError, CannotLift):
+        except (GraphError, CannotLift):  # these lengths do not fit together: they show nothing about the results
             return [None] * len(self.specs)
 
     # -- what is fed, and what comes back ------------------------------------------------------------------------
@@ -297,6 +301,7 @@ class SharedBody(SharedCode):
         if self._ragged is not None:
             return self._ragged.parts(results, fed, members)
         return (
+            # Indexed by a number alone, a string array would give a `str`, not an array of rank 0.
             [value[row, ...] if value.dtype.kind == "T" else value[row] for value in results]
             for row in range(len(members))
         )
@@ -417,16 +422,16 @@ def batched(
 ) -> Callable[..., Nest]:
     """Make a function whose calls in graphs may be computed together with others: request batching.
 
-    Each firing of such a call waits until nothing else in its session can go on, or for half of the time until its
-    deadline, half a second at most. Then the gathered firings, of any runs, iterations and branches, are computed as
-    the rows of one call. They share one if they are calls of one place in the program, and their arguments have equal
-    dtypes and shapes. Variables are read once for all members of a call. Other captures are one value for all members
-    if they depend on constants and variables alone, and only members with the same value share a call. Otherwise each
-    member has its own value.
+    Each firing of such a call waits until nothing else in its session can go on. It waits at most for half of the time
+    until its deadline, and half a second. Then the gathered firings, of any runs, iterations and branches, are computed
+    as the rows of one call. They share one if they are calls of one place in the program, and their arguments have
+    equal dtypes and shapes. Variables are read once for all members of a call. Other captures that depend on constants
+    and variables alone are one value for all members, and only members with the same value share a call. Otherwise
+    each member has its own value.
 
     A member that is cancelled or late leaves. If the function has branches or loops, a member that never ends does not
-    hold up the others for ever once it has left. The remaining members are computed again in halves if the call has
-    taken twice the usual time, and twice the time until the first member left. The same happens after half of the time
+    hold up the others for ever once it has left. The remaining members are computed again in halves once the call has
+    taken twice the usual time and twice the time until the first member left. The same happens after half of the time
     that the first of its members had, so that members that can still meet their deadline do. If the function calls a
     user-defined op that is not ``pure``, nothing is computed again: the remaining members wait for the call, and only
     later ones do not.
@@ -501,13 +506,13 @@ def batched_with(
     def call(*args: Nest, **kwargs: Nest) -> Nest:
         leaves, structure = nest.flatten((args, kwargs))
         if current_graph() is None and not any(map(is_symbolic, leaves)):
-            return fn(*args, **kwargs)
+            return fn(*args, **kwargs)  # called on arrays, without a graph: there is no other member
         with graph_for(*leaves) as graph:
             given = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
             label = graph.unique_name(name if name.isidentifier() else "batched")
             return _add_call(fn, batch, graph, given, structure, label, side_by_side)
 
-    if batch.tells is not None:  # which callers do not give
+    if batch.tells is not None:  # a parameter that callers do not give
         shown = _signature_of(fn)
         if shown is not None:
             parameters = [x for name, x in shown.parameters.items() if name != batch.tells]
@@ -614,7 +619,7 @@ def _trace(
 
 
 def why_not_shareable(nodes: Iterable[Node]) -> str | None:
-    """Names one of the nodes that would not give the same for each of several members; None if all do."""
+    """Return a fault of one node whose results would differ among several members; None without such a node."""
     for node in nodes:
         if node.op.needs_context and node.op is not RANDOM_AGAIN and not draws_numbers(node.op):
             fault = "depends on the run, which members of a call do not share: do it outside, and pass the result in"
@@ -637,6 +642,7 @@ def is_same_for_all(x: Tensor) -> bool:
         if node in seen:
             continue
         seen.add(node)
+        # Branches and loops are not looked into: to say no costs a row for each member, and is always right.
         if node.op is PLACEHOLDER or node.op.is_random or node.op.is_user or node.subgraphs:
             return False
         if node.op is PARAMETER:
@@ -657,7 +663,7 @@ def identity_of(value: Array) -> Hashable:
     Arrays of at most `_SAME_BYTES` are compared by their contents, larger ones by object.
     """
     if value.nbytes > _SAME_BYTES:
-        return id(value)
+        return id(value)  # members hold it while they wait; two equal copies share no call, which is only slower
     # The bytes of a string array say where its longer strings stand in memory, not how they read.
     return value.shape, tuple(value.ravel().tolist()) if value.dtype.kind == "T" else value.tobytes()
 

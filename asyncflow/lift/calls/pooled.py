@@ -50,8 +50,8 @@ SEVERAL = 8
 """Number of steps in one launch while no activation joins or leaves."""
 
 _LARGEST = 64
-"""Number of nodes of a body beside which one launch costs next to nothing, and several copies of which take long to
-compile.
+"""Most nodes of a body that is copied for several steps. With more, a launch costs little beside a step, and the copies
+take long to compile.
 """
 
 STEPS = "steps_together"
@@ -63,21 +63,21 @@ class SharedLoop(SharedCode):
 
     Attributes:
         label: its name.
-        loop: the same, and where it was built.
-        pool: how many activations are stepped together.
+        loop: its name, and where it was built.
+        pool: the options: how many activations are stepped together, and when.
         ahead: number of steps whose items may wait to be taken.
         bodies: predicate and body, as they were built.
         n_vars: how many of its inputs are loop variables; the others are captures.
         has_rows: of each input, whether each activation has one of its own.
-        specs: of the loop variables of one activation.
-        is_repeatable: computing a step again does no harm.
+        specs: specs of the loop variables of one activation.
+        is_repeatable: True if computing a step again does no harm.
         by_size: True if it stacks or slices stores: activations that are stepped together then have equally many
             entries.
-        has_several: `several` pays.
-        check: from all inputs to whether each activation goes on.
-        steps: from the most steps to make, a flag for each activation, and all inputs, to the next loop variables,
-            flags of activations that go on, and the number of steps made.
-        alone: the same of one activation, from the most steps and its inputs; it may not go on at all.
+        has_several: True if `several` pays.
+        check: program from all inputs to a flag for each activation: True if it goes on.
+        steps: program that makes steps. It takes the most steps to make, a flag for each activation, and all inputs. It
+            gives the next loop variables, flags of activations that go on, and the number of steps made.
+        alone: program of steps of one activation, from the most steps and its inputs; it may not go on at all.
     """
 
     why_no_text = NO_TEXT.format("a loop with a pool")
@@ -110,6 +110,7 @@ class SharedLoop(SharedCode):
         self._constants = shared_constants({inner: outer for outer, inner in body.captures.items()})
         self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
         self._taking: dict[int, BodyProgram] = {}
+        # At once, so that a body which cannot be lifted is refused where it is written.
         self.check = self._checking()
         self.steps = self._stepping(is_one=False)
 
@@ -154,7 +155,7 @@ class SharedLoop(SharedCode):
         return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
     def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
-        """One step: from all inputs to the next loop variables, flags, and these values of the body."""
+        """Return the program of one step: from all inputs to the next loop variables, flags, and these values."""
         program = self._emitting.get(streamed)
         if program is None:
             with Graph() as graph:
@@ -176,7 +177,7 @@ class SharedLoop(SharedCode):
             again: Tensor | None = None
             for k in range(SEVERAL):
                 before, following = following, self._values(self._body, given, count, label=f"/{k}")
-                if again is not None:
+                if again is not None:  # a row that has ended is computed on, and its values are thrown away
                     following = [
                         where(expand_dims(again, tuple(range(1, len(new.shape or ())))), new, old)
                         for new, old in zip(following, before, strict=True)
@@ -221,6 +222,7 @@ class SharedLoop(SharedCode):
             inputs = tuple(value.tensor for value in given.values())
             most = placeholder("int64", ())
             count = None if is_one else shape(inputs[0])[0]
+            # The flags of many were found by `check`, or by the step before; one activation needs no launch for that.
             if is_one:
                 (flags,) = self._values(self._condition, given, count, label="/again")
             else:
@@ -232,6 +234,7 @@ class SharedLoop(SharedCode):
                 (again,) = self._goes_on(inside, following, count)
                 return made + 1, (again if is_one else all_of(again)), again, *following
 
+            # Ends with the first activation that ends: its row can be given to a waiting one.
             made, _, again, *last = while_loop(
                 lambda made, all_go_on, *_: (made < most) & all_go_on,
                 step,
@@ -322,12 +325,12 @@ def _add(
     entering = list(initial)
     try:
         with left_as_written(outer, condition, body):
-            if draws(condition, body):
+            if draws(condition, body):  # each activation draws by its own key, whichever rows are beside it
                 entering.append(carry_key(condition, body, len(specs)))
             n_vars = len(entering)
             kept = dict.fromkeys(range(n_vars), True)
             for place, x in enumerate(join_captures((condition, body), n_vars), n_vars):
-                if x.node.op is not CONSTANT:
+                if x.node.op is not CONSTANT:  # constants are built into the programs
                     kept[place] = not is_same_for_all(x)
                     entering.append(x)
             _check(condition, body, kept, n_vars)
@@ -341,7 +344,7 @@ def _add(
 
 
 def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars: int) -> None:
-    """Raises CannotLift where something would not be the same for each of several activations."""
+    """Raise CannotLift where something would not be the same for each of several activations."""
     for place, has_rows in kept.items():
         x = body.inputs[place]
         if has_rows and place >= n_vars and x.dtype == VARIANT:
