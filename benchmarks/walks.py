@@ -44,14 +44,15 @@ class Case:
     Attributes:
         name: as the table has it.
         issue: what issue 13 says of such a program, whose details it does not tell; None where it says nothing.
-        before: what this script counted at 22ec133, the commit that the issue began with.
+        before: what this script counted at 22ec133, the commit that the issue began with; None for programs that it
+            could not run.
         count: the walk of one call.
         devices: a context in which sessions find their devices.
     """
 
     name: str
     issue: int | None
-    before: int
+    before: int | None
     count: Callable[[], Coroutine[Any, Any, Walk]]
     devices: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -113,6 +114,26 @@ async def between_devices() -> Walk:
         return await walk_of(lambda: session.run(y, {x: np.float32(1)}))
 
 
+async def pooled_step() -> Walk:
+    """Two runs of a pooled loop of eight iterations, which are stepped together."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (8,))
+        _, y = af.while_loop(lambda i, v: i < 8, lambda i, v: (i + 1, v * x), (0, x), pool=af.Pool(8))
+    fed = np.ones(8, np.float32)
+    async with af.Session(graph) as session:
+        return await walk_of(lambda: asyncio.gather(session.run(y, {x: fed}), session.run(y, {x: fed})))
+
+
+async def batched_call() -> Walk:
+    """Two runs of a batched function, which share a call."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (8,))
+        y = af.batched(lambda v: v * 2)(x)
+    fed = np.ones(8, np.float32)
+    async with af.Session(graph) as session:
+        return await walk_of(lambda: asyncio.gather(session.run(y, {x: fed}), session.run(y, {x: fed})))
+
+
 async def on_a_card() -> Walk:
     """An array fed to a card, two kernels there, and the result fetched."""
     with af.Graph() as graph:
@@ -159,6 +180,8 @@ CASES: Final = (
     Case("straight", 34, 32, straight),
     Case("threaded", 118, 136, threaded),
     Case("Send/Recv", 138, 135, between_devices),
+    Case("pooled step", None, None, pooled_step),
+    Case("batched call", None, None, batched_call),
     Case("CUDA", 372, 388, on_a_card, lambda: stand_in(devices=1)),
     Case("compile", 958, 972, compiling),
     Case("gradient", None, 2192, building_gradient),
@@ -177,7 +200,8 @@ def table(counts: dict[str, int]) -> str:
     for case in CASES:
         if case.name in counts:
             now = counts[case.name]
-            lines.append(f"{case.name:<20}{case.issue or '-':>7}{case.before:>10}{now:>6}{now / case.before:>14.2f}")
+            ratio = "-" if case.before is None else f"{now / case.before:.2f}"
+            lines.append(f"{case.name:<20}{case.issue or '-':>7}{case.before or '-':>10}{now:>6}{ratio:>14}")
     return "\n".join(lines)
 
 
