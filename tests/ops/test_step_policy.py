@@ -204,6 +204,189 @@ def test_members_leave_while_the_policy_has_all_of_them_wait(kind: type[Shared])
     run(main)
 
 
+@KINDS
+def test_a_time_that_no_clock_shows_is_waited_for_all_the_same(kind: type[Shared]) -> None:
+    """A sum of floats may lie between the nanoseconds of a clock, and just behind the one at which it is due."""
+    asked = 0
+
+    def late(step: af.NextStep) -> int | af.WaitUntil:
+        nonlocal asked
+        asked += 1
+        assert asked < 1_000, "asked again and again at one time"
+        until_s = step.waiting[0].since_s + 0.1 + 0.2
+        return 1 if step.now_s >= until_s else af.WaitUntil(until_s)
+
+    shared = kind(late)
+
+    async def main() -> None:
+        async with af.Session(shared.graph) as session:
+            for k in range(10):
+                await asyncio.sleep(0.013 * k + 1 / 3)
+                await shared.run(session, k)
+
+    run(main)
+
+
+@KINDS
+def test_members_come_and_leave_while_the_policy_counts_them(kind: type[Shared]) -> None:
+    """Some are cancelled, some are late; the three that stay are stepped together."""
+    told: list[tuple[int, int]] = []
+
+    def threes(step: af.NextStep) -> int | af.WaitUntil:
+        told.append((len(step.waiting), step.joined))
+        return 3 if len(step.waiting) >= 3 else af.WaitUntil()
+
+    shared = kind(threes)
+
+    async def main() -> None:
+        async with af.Session(shared.graph) as session:
+            staying = []
+            for k in range(3):
+                staying.append(asyncio.ensure_future(shared.run(session, k)))
+                await asyncio.sleep(0.1)
+                if k < 1:
+                    with pytest.raises(af.DeadlineExceeded):
+                        await shared.run(session, k, timeout=0.1)
+                    leaving = asyncio.ensure_future(shared.run(session, k))
+                    await asyncio.sleep(0.1)
+                    leaving.cancel()
+                    await asyncio.gather(leaving, return_exceptions=True)
+            await asyncio.gather(*staying)
+
+    run(main)
+    assert told.count((3, 0)) == 1
+    assert max(told) == (3, 0)
+
+
+def test_empty_graphs_let_in_by_one_keep_no_others_waiting() -> None:
+    """A policy is asked again after each step, also after one in which all members have ended at once."""
+    is_full = False
+
+    def one_of_three(step: af.NextStep) -> int | af.WaitUntil:
+        nonlocal is_full
+        is_full = is_full or len(step.waiting) == 3
+        return 1 if is_full else af.WaitUntil()
+
+    class Empty(Vertices):
+        def feeds(self, k: int) -> dict[af.Tensor, Any]:
+            return {**self.structure.feeds(af.InputGraph.from_parents([])), self.x: np.empty((0, 2))}
+
+        def expected(self, k: int) -> Any:
+            return np.empty((0, 3))
+
+    shared = Empty(one_of_three)
+
+    async def main() -> None:
+        async with af.Session(shared.graph) as session:
+            await asyncio.gather(*(shared.run(session, k, timeout=1.0) for k in range(3)))
+
+    run(main)
+
+
+class Rule:
+    """A policy that is an object: members join in pairs."""
+
+    def __init__(self) -> None:
+        self.joined = 0
+
+    def __call__(self, step: af.NextStep) -> int | af.WaitUntil:
+        if len(step.waiting) < 2:
+            return af.WaitUntil()
+        self.joined += 2
+        return 2
+
+    def method(self, step: af.NextStep) -> int | af.WaitUntil:
+        return self(step)
+
+
+@af.vertex_function(state=af.spec("float64", (2,)))
+def summed(v: af.Vertex) -> None:
+    """Any number of children."""
+    v.scatter(v.pull() + v.gather_all())
+
+
+@af.vertex_function(state=af.spec("float64", (2,)), children=2)
+def pushing(v: af.Vertex) -> None:
+    state = v.pull() + v.gather(0) + v.gather(1)
+    v.scatter(state)
+    v.push(state * 2, "twice")
+
+
+def mapped(function: af.VertexFunction, structure: af.InputGraph, x: af.Tensor, **options: Any) -> af.Tensor:
+    found = af.vertex_map(function, structure, x, initial=0.0, share=True, **options)
+    state = found.pushes["twice"][0] / 2 if found.pushes else found.roots[0]
+    assert isinstance(state, af.Tensor)
+    return state
+
+
+def in_branch(function: af.VertexFunction, structure: af.InputGraph, x: af.Tensor, **options: Any) -> af.Tensor:
+    found: af.Tensor = af.cond(x[0, 0] > -1.0, lambda: mapped(function, structure, x, **options), lambda: x[0])
+    return found
+
+
+def in_loop(function: af.VertexFunction, structure: af.InputGraph, x: af.Tensor, **options: Any) -> af.Tensor:
+    """Each iteration waits for the one before, and computes the same."""
+    return af.while_loop(
+        lambda i, y: i < 2,
+        lambda i, y: (i + 1, mapped(function, structure, x + y * 0.0, **options)),
+        (0, af.zeros((2,), dtype="float64")),
+    )[1]
+
+
+def of_a_variable(function: af.VertexFunction, structure: af.InputGraph, x: af.Tensor, **options: Any) -> af.Tensor:
+    """Each version of the variable has a copy of the code."""
+    one = af.Variable(np.ones(()), name="one")
+
+    @af.vertex_function(state=af.spec("float64", (2,)), children=2)
+    def scaled(v: af.Vertex) -> None:
+        v.scatter(v.pull() * one + v.gather(0) + v.gather(1))
+
+    return mapped(scaled, structure, x, **options)
+
+
+def of_data(function: af.VertexFunction, structure: af.InputGraph, x: af.Tensor, **options: Any) -> af.Tensor:
+    return mapped(function, TREE, x, **options)
+
+
+FORMS: dict[str, tuple[Callable[..., af.Tensor], af.VertexFunction, dict[str, Any]]] = {
+    "any number of children": (mapped, summed, {}),
+    "rows of all vertices": (mapped, pushing, {}),
+    "in one part": (mapped, pushing, {"lift_parts": False}),
+    "in a branch": (in_branch, summed, {}),
+    "in a loop": (in_loop, summed, {}),
+    "of a variable": (of_a_variable, summed, {}),
+    "of data": (of_data, summed, {}),
+}
+
+
+@pytest.mark.parametrize("policy_of", [lambda rule: rule, lambda rule: rule.method], ids=["object", "method"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_shared_map_asks_its_policy(form: str, policy_of: Callable[[Rule], af.StepPolicy]) -> None:
+    """Two runs together are right, and one alone never begins."""
+    build, function, options = FORMS[form]
+    rule = Rule()
+    with af.Graph() as graph:
+        structure, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, 2))
+        found = build(function, structure, x, policy=policy_of(rule), **options)
+
+    async def main() -> None:
+        async with af.Session(graph) as session:
+
+            async def one(k: int, **options: Any) -> None:
+                feeds = {x: np.full((3, 2), 0.5 * k)}
+                feeds |= {} if form == "of data" else structure.feeds(TREE)
+                values = await session.run(found, feeds, **options)
+                assert values.tolist() == [1.5 * k] * 2
+
+            with pytest.raises(af.DeadlineExceeded):
+                await one(0, timeout=1.0)
+            assert rule.joined == 0
+            await asyncio.gather(one(1), one(2))
+
+    run(main)
+    assert rule.joined == (4 if form == "in a loop" else 2)
+
+
 def test_a_policy_lets_few_of_many_rows_join() -> None:
     """No step of the pool has more than two, though there is room for eight."""
     largest = 0

@@ -496,7 +496,8 @@ class Batcher(Generic[M]):
             lane.chosen, again_s = decide(policy, step, lane.label)
         except Exception as error:
             lane.chosen, again_s, lane.failure = len(lane), inf, error
-        lane.asked_again_ns = again_s * 1e9
+        # Rounding to nanoseconds must not give the present time again, at which a virtual clock would stand still.
+        lane.asked_again_ns = max(again_s * 1e9, now_ns + 1)
         return lane.chosen > 0
 
     def _delays(self, lane: Lane[M]) -> bool:

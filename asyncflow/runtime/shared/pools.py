@@ -234,10 +234,9 @@ class LoopPool(SharedWork):
     def left(self, place: PlaceInLine) -> None:
         """Note that an activation is not wanted any more."""
         assert isinstance(place, PooledActivation)
+        super().left(place)
         self.rows.give_up(place)
         self._most_beside[...] = 1
-        # A policy may have waited for more members, of which this was one.
-        self.changed.admit()
 
     def describe(self) -> str:
         """Return the number of activations in words."""
@@ -284,7 +283,6 @@ class LoopPool(SharedWork):
         before = rows.live
         rows.drop()
         most = None if self.policy is None else self._joining(code.many)
-        self.is_held = most == 0 and not rows.live
         # With a policy, rows join by number alone: a single row is stepped in a group, as it may not stay alone.
         may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams and most is None
         alone = rows.single_out() if may_be_alone else None

@@ -114,7 +114,6 @@ class VertexPool(SharedWork):
             taken = self._taken()
             while taken:
                 await self._join(taken.pop(0))
-            self.is_held = self.policy is not None and not rows.groups
         elif self.policy is not None and rows.waiting:
             self._arrived()
         if rows.groups:
@@ -131,7 +130,7 @@ class VertexPool(SharedWork):
             self._deliver()
             if not (rows.waiting or self._joining):
                 return False
-            if self.is_held or not rows.waiting:
+            if self.is_held or not rows.waiting or (self.policy is not None and self._joining):
                 await self.wait_for_change()
         elif rows.is_for_one and turn.now() < self._burst_end:
             return True

@@ -64,7 +64,7 @@ class SharedWork(TellingState):
     Attributes:
         batches: of the session.
         stepper: the work, as far as turns are concerned.
-        is_held: True if the last step had no member, as the policy had all of them wait.
+        is_held: True if no member had joined, and the policy had all of them wait, when it was last asked.
         changed: admitted when members come or leave while a policy has all of them wait.
     """
 
@@ -131,7 +131,7 @@ class SharedWork(TellingState):
         Raises:
             Exception: the policy has failed.
         """
-        self._asked_again_s = inf
+        self._asked_again_s, self.is_held = inf, False
         self.changed.forget()
         if self.policy is None or not waiting or self.batches.is_ending:
             return len(waiting)
@@ -139,6 +139,7 @@ class SharedWork(TellingState):
         members = [WaitingMember(each.part.priority, each.since_s, each.part.deadline_s) for each in waiting]
         step = NextStep(turn.loop.time(), members, joined, capacity, turn.is_idle, expected_s)
         count, self._asked_again_s = decide(self.policy, step, self.label)
+        self.is_held = not (count or joined)
         return count
 
     async def wait_for_change(self) -> None:
