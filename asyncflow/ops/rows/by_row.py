@@ -41,7 +41,7 @@ from asyncflow.ops.cost import elements
 from asyncflow.ops.draws import RowContexts
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
-from asyncflow.ops.user.custom import require_rows
+from asyncflow.ops.user.results import require_rows
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 Number = TypeVar("Number")

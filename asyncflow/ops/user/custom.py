@@ -6,24 +6,22 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
-from sys import getrefcount
 from typing import Any, Generic, ParamSpec, TypeAlias, overload
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, brief
-from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, is_masked, is_symbolic
+from asyncflow.errors import GraphError
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.values import nest
-from asyncflow.graph.values.dtypes import dtype_name, string
-from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible
+from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec, spec_of
-from asyncflow.ops.promotion import is_weak, promoted_dtype
 from asyncflow.ops.user.batch import Batch
 from asyncflow.ops.user.limits import Backoff, CallLimits, Rate, RetryOn, call_limited
 from asyncflow.ops.user.recorded_calls import recorded, recorded_coroutine
+from asyncflow.ops.user.results import Results, checked, given_up, read_only, require_rows
 from asyncflow.ops.user.rules import accepted_arguments, rule_of_op
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
@@ -233,21 +231,21 @@ class _Calls:
     def kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
         """Return the function, checked, with static arguments."""
         function = partial(self.function, **arguments) if arguments else self.function
-        check = partial(_checked, outputs) if isinstance(outputs, Spec) else _Results(outputs)
+        check = partial(checked, outputs) if isinstance(outputs, Spec) else Results(outputs)
         limits = self.limits
         if limits is not None:
 
             async def call_in_turn(*values: Value) -> Value:
-                inputs = tuple(map(_read_only, values))
-                return check(_given_up(await call_limited(limits, function, inputs, is_async=self.is_async)))
+                inputs = tuple(map(read_only, values))
+                return check(given_up(await call_limited(limits, function, inputs, is_async=self.is_async)))
 
             return recorded_coroutine(call_in_turn)
 
         def call(*values: Value) -> Value:
-            return check(_given_up(function(*map(_read_only, values))))
+            return check(given_up(function(*map(read_only, values))))
 
         async def call_async(*values: Value) -> Value:
-            return check(_given_up(await function(*map(_read_only, values))))
+            return check(given_up(await function(*map(read_only, values))))
 
         return recorded_coroutine(call_async) if self.is_async else recorded(call)
 
@@ -486,150 +484,3 @@ def declared_specs(*inputs: Spec, outputs: Outputs, **attrs: object) -> Spec | t
 
 def _flops(cost: Cost, inputs: Sequence[Shape], outputs: Sequence[Shape], /, **attrs: object) -> float:
     return float(cost(inputs, outputs) if callable(cost) else cost)
-
-
-# -- what goes in and comes out --------------------------------------------------------------------------------------
-
-
-def _read_only(value: Value) -> Value:
-    """`value` so that the user's code cannot write to it: others use the same memory."""
-    if not isinstance(value, np.ndarray) or not value.flags.writeable:
-        return value
-    view = value.view()
-    view.flags.writeable = False
-    return view
-
-
-class _Results:
-    """Takes a function's results apart into the values of a declared nest."""
-
-    __slots__ = ("_specs", "_structure")
-
-    def __init__(self, outputs: Outputs) -> None:
-        self._specs, self._structure = nest.flatten(outputs)
-
-    def __call__(self, returned: Nest) -> tuple[Value, ...]:
-        values = self._leaves(returned)
-        return tuple(
-            _checked(spec, value, f"output {index}")
-            for index, (spec, value) in enumerate(zip(self._specs, values, strict=True))
-        )
-
-    def _leaves(self, returned: Nest) -> list[Value]:
-        if not self._specs and returned is None:
-            return []
-        if self._structure.kind in (tuple, list) and isinstance(returned, tuple | list):
-            # Either will do at the top: Python functions return several values as a tuple.
-            returned = self._structure.kind(returned)
-        try:
-            return nest.flatten_like(self._structure, returned)
-        except nest.StructureMismatch as error:
-            found = len(nest.flatten(returned)[0])
-            raise TypeError(
-                f"the function returned {found} value{'s' * (found != 1)}, {_describe(returned)}, and "
-                f"{len(self._specs)} are declared: {error}"
-            ) from None
-
-
-def require_rows(results: Sequence[Array], rows: int) -> None:
-    """Raises ValueError if a function of rows did not give one for each."""
-    if any(len(y) != rows for y in results):
-        raise ValueError(f"results have {[len(y) for y in results]} rows, and {rows} were given; return one for each")
-
-
-def _references(value: object) -> int:
-    return getrefcount(value)
-
-
-_FRESH = _references(np.empty(0))
-"""Reference count of an array that a call has just returned, without further references."""
-
-
-def _given_up(result: Nest) -> Nest:
-    """Return the results of a function, with copies of the arrays that are still referenced and may be written to
-    later.
-    """
-    if type(result) is np.ndarray:
-        return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
-    if isinstance(result, np.generic | int | float | complex | str):
-        return result
-    # Each is referred to by the nest, by the list and by the variable of the loop.
-    allowed = _FRESH + 2 if getrefcount(result) <= _FRESH else 0
-    leaves, structure = nest.flatten(result)
-    if structure.kind is None:
-        return result
-    return structure.unflatten(
-        [x.copy() if type(x) is np.ndarray and (getrefcount(x) > allowed or _is_window(x)) else x for x in leaves]
-    )
-
-
-def _is_window(array: Array) -> bool:
-    """Return True if the array is a view of an array with further references."""
-    return array.base is not None and array.flags.writeable and getrefcount(array.base) > _FRESH
-
-
-def _checked(spec: Spec, value: Any, what: str = "its result") -> Array:
-    """`value` as a value of `spec`.
-
-    Raises:
-        TypeError: it is no array or number, or one of another dtype.
-        ValueError: it has another shape.
-    """
-    if isinstance(value, bool | int | float | complex | str) and not isinstance(value, np.generic):
-        value = _from_python(spec, value, what)
-    elif isinstance(value, np.ndarray):
-        if is_masked(value):
-            raise TypeError(
-                f"the function returned a masked array as {what}, which would lose its mask; fill it first, with "
-                f".filled(value), or return the mask as an output of its own"
-            )
-        # Subclasses such as matrices compute by rules of their own.
-        value = np.asarray(value)
-    elif not isinstance(value, np.generic) and not hasattr(value, "__cuda_array_interface__"):
-        raise TypeError(f"the function returned {_describe(value)} as {what}, declared as {spec}{_advice(value)}")
-    if value.dtype != spec.dtype:
-        if spec.dtype != string or value.dtype.kind != "U":
-            raise TypeError(
-                f"the function returned dtype {value.dtype} as {what}, declared as {spec}; convert it with "
-                f".astype({dtype_name(spec.dtype)!r}), or declare its outputs"
-            )
-        value = np.asarray(value).astype(string)
-    array: Array = value
-    if not is_compatible(array.shape, spec.shape):
-        raise ValueError(f"the function returned shape {format_shape(array.shape)} as {what}, declared as {spec}")
-    return array
-
-
-def _from_python(spec: Spec, value: bool | int | float | complex | str, what: str) -> Array:
-    """A Python scalar as a value of the declared dtype."""
-    if isinstance(value, str):
-        fits = spec.dtype == string
-    else:
-        try:
-            fits = is_weak(value) and promoted_dtype([spec.dtype, value]) == spec.dtype
-        except DTypeError:
-            fits = False
-    if not fits:
-        raise TypeError(
-            f"the function returned {_describe(value)} as {what}, which does not fit the declared dtype "
-            f"{dtype_name(spec.dtype)}"
-        )
-    return np.array(value, dtype=spec.dtype)[()] if spec.dtype != string else np.array(value, dtype=string)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, np.ndarray | np.generic):
-        return f"an array {value.dtype}{format_shape(value.shape)}"
-    return f"{brief(value)} ({type(value).__name__})"
-
-
-def _advice(value: object) -> str:
-    """The end of the message on a result that is no array: how to mend it."""
-    if inspect.iscoroutine(value):
-        value.close()  # it will never be awaited, which Python would warn of
-        return "; declare the function with `async def`"
-    if is_symbolic(value):
-        return "; it is called while the graph runs and computes with NumPy, not with graph functions"
-    if isinstance(value, list | tuple):
-        return "; return np.asarray(...) of it, or declare a tuple of specs for several outputs"
-    return "; return a NumPy array or a number"

@@ -34,8 +34,9 @@ from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, si
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import check_flag
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.user.custom import Outputs, declared_specs, require_rows
+from asyncflow.ops.user.custom import Outputs, declared_specs
 from asyncflow.ops.user.recorded_calls import recorded
+from asyncflow.ops.user.results import require_rows
 from asyncflow.ops.user.rules import output_gradients
 from asyncflow.ops.user.torch_arrays import CudaTensors, HostTensors, TorchTensor, torch_dtype
 from asyncflow.values import Array, Kernel, Nest, Value
