@@ -553,25 +553,11 @@ class RegionGenerator:
         """Add a loop, the node at `index` of a straight line."""
         # A loop may take any time: its function is a generator, which stops at back edges for others to run.
         follows_loop, self.is_generator = self.is_generator, True
-        condition, body, n_vars = node.predicate, node.body, node.n_vars
+        condition, body = node.predicate, node.body
         loop = LoopIdentity(node.name, node.location)
         n_slots, spare_bytes = len(self.slots), self.spare_bytes
         counter = self.fresh(f"{loop.label}_iteration", "iteration")
-        variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
-        for variable, initial in zip(variables, node.inputs, strict=False):
-            self.line(block, f"{variable} = {self.value(initial)}")
-        if self.held is not None:
-            self.held.named(variables, [self.value(initial) for initial in node.inputs[:n_vars]])
-        if self.frees:
-            passed = set(node.inputs[:n_vars]).difference(node.captures)
-            self.drop([x for x in block.dead.get(index, ()) if x in passed], block)
-            block.dead[index] = [x for x in block.dead.get(index, ()) if x not in passed]
-        # Predicate and body see the same names: a variable has one value at a time. Captures, behind the variables, are
-        # names of the code around, as nothing in the loop rebinds them.
-        for part in (condition, body):
-            self.names.update(zip(part.inputs, variables, strict=False))
-            for captured, outer in node.captured(part).items():
-                self.names[captured] = self.value(outer)
+        variables = self.put_variables(node, index, block)
         self.line(block, f"{counter} = 0")
         if block.depth == 1:
             self.phases[-1].counter = counter
@@ -584,49 +570,14 @@ class RegionGenerator:
             self.line(block, "try:")
             block = block.deeper()
         inner = _KnownNames(
-            (*block.loops, (loop.label, counter)), block.depth + 1, variables=frozenset(body.inputs[:n_vars])
+            (*block.loops, (loop.label, counter)), block.depth + 1, variables=frozenset(body.inputs[: node.n_vars])
         )
         start = len(self.lines)
         if self.held is not None:
             self.held.opens()
         self.put_predicate(condition, block, inner)
         self.put_ask(node, inner)
-        carried = frozenset(self.in_place(node, self.can_write, carried_results))
-        read = {*outside.escaping, *(x for each in outside.nodes for x in each.inputs)}
-        kept = [place for place, output in enumerate(node.outputs) if output in read]
-        nodes, for_next = needed_to_end(node, kept)
-        only = only_node(condition)
-        is_short = not any(may_be_long(each, INLINE_LIMIT_NS) for each in for_next)
-        is_plain = is_short or only is None or self.enqueues or self.decide is not None
-
-        def put_end(left: Sequence[str]) -> None:
-            # What a further iteration alone would read is left out of the last.
-            assert only is not None
-            decided, following = set(only.inputs), zip(condition.inputs, body.results, strict=False)
-            self.names.update((x, self.value(result)) for x, result in following if x in decided)
-            self.line(inner, f"if not {self.call(only, inner)}:", only)
-            if self.held is not None:
-                self.held.opens()
-            self.put_next([variables[k] for k in kept], [self.value(body.results[k]) for k in kept], inner.deeper())
-            if left:
-                self.line(inner.deeper(), f"del {', '.join(left)}")
-            self.line(inner.deeper(), "break")
-            if self.held is not None:
-                self.held.leaves_out()
-            self.names.update(zip(condition.inputs, variables, strict=False))
-
-        end = None if is_plain else (len(nodes), put_end)
-        self.put_line([*nodes, *for_next] if end else body.nodes, body.results, inner, carried, end)
-        for variable, result in zip(variables, body.results, strict=True):
-            if inner.buffers is not None and result in inner.buffers.slots and result in carried:
-                # What the variable holds is dead; the value it had before the first iteration is not ours.
-                slot = inner.buffers.slots[result]
-                self.line(inner, f"{slot} = {variable} if {counter} else None")
-                if self.held is not None:
-                    self.held.took_turns(slot, variable)
-        self.put_next(variables, [self.value(result) for result in body.results], inner)
-        if self.frees:
-            self.drop(made_by(set(body.nodes), body.results), inner)
+        self.put_iteration(node, variables, outside, inner)
         if self.max_iterations is not None:
             self.bound.setdefault("TooManyIterations", TooManyIterations)
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
@@ -643,15 +594,96 @@ class RegionGenerator:
             for own in lent:
                 self.line(block, f"{own}.restore()")
             self.line(block, "raise")
-        if owned:
-            self.line(outside, f"del {', '.join(owned)}")
-            if self.held is not None:
-                self.held.dropped(owned)
-        if len(self.slots) > n_slots and not outside.loops:  # buffers of an inner loop serve its next activation, too
-            self.line(outside, f"del {', '.join(self.slots[n_slots:])}")
-            if self.held is not None:
-                self.held.dropped(self.slots[n_slots:])
+        self.put_release(owned, outside)
+        if not outside.loops:  # buffers of an inner loop serve its next activation, too
+            self.put_release(self.slots[n_slots:], outside)
             self.spare_bytes = spare_bytes
+
+    def put_variables(self, node: WhileNode, index: int, block: _KnownNames) -> list[str]:
+        """Return the loop's variables, bound to their initial values; predicate and body see them."""
+        n_vars = node.n_vars
+        variables = [self.fresh(tensor.node.name, "var") for tensor in node.body.inputs[:n_vars]]
+        for variable, initial in zip(variables, node.inputs, strict=False):
+            self.line(block, f"{variable} = {self.value(initial)}")
+        if self.held is not None:
+            self.held.named(variables, [self.value(initial) for initial in node.inputs[:n_vars]])
+        if self.frees:
+            passed = set(node.inputs[:n_vars]).difference(node.captures)
+            self.drop([x for x in block.dead.get(index, ()) if x in passed], block)
+            block.dead[index] = [x for x in block.dead.get(index, ()) if x not in passed]
+        # Predicate and body see the same names: a variable has one value at a time. Captures, behind the variables, are
+        # names of the code around, as nothing in the loop rebinds them.
+        for part in node.subgraphs:
+            self.names.update(zip(part.inputs, variables, strict=False))
+            for captured, outer in node.captured(part).items():
+                self.names[captured] = self.value(outer)
+        return variables
+
+    def put_iteration(self, node: WhileNode, variables: list[str], outside: _KnownNames, block: _KnownNames) -> None:
+        """Add the body of a loop, and rebind its variables; `outside` is the block around the loop."""
+        body = node.body
+        carried = frozenset(self.in_place(node, self.can_write, carried_results))
+        read = {*outside.escaping, *(x for each in outside.nodes for x in each.inputs)}
+        kept = [place for place, output in enumerate(node.outputs) if output in read]
+        nodes, for_next = needed_to_end(node, kept)
+        only = only_node(node.predicate)
+        is_short = not any(may_be_long(each, INLINE_LIMIT_NS) for each in for_next)
+        if is_short or only is None or self.enqueues or self.decide is not None:
+            self.put_line(body.nodes, body.results, block, carried)
+        else:
+            end = partial(self.put_end, node, only, variables, kept, block)
+            self.put_line([*nodes, *for_next], body.results, block, carried, (len(nodes), end))
+        for variable, result in zip(variables, body.results, strict=True):
+            if block.buffers is not None and result in block.buffers.slots and result in carried:
+                # What the variable holds is dead; the value it had before the first iteration is not ours.
+                slot, (_, counter) = block.buffers.slots[result], block.loops[-1]
+                self.line(block, f"{slot} = {variable} if {counter} else None")
+                if self.held is not None:
+                    self.held.took_turns(slot, variable)
+        self.put_next(variables, [self.value(result) for result in body.results], block)
+        if self.frees:
+            self.drop(made_by(set(body.nodes), body.results), block)
+
+    def put_end(
+        self,
+        node: WhileNode,
+        only: Node,
+        variables: list[str],
+        kept: Sequence[int],
+        block: _KnownNames,
+        left: Sequence[str],
+    ) -> None:
+        """Add the end of a loop in the middle of its body: the rest is for a further iteration alone.
+
+        Args:
+            node: the loop.
+            only: the one node of its predicate.
+            variables: of the loop.
+            kept: places of the variables that are read after the loop.
+            block: of the body.
+            left: variables that the rest of the body would drop.
+        """
+        condition, results = node.predicate, node.body.results
+        decided, following = set(only.inputs), zip(condition.inputs, results, strict=False)
+        self.names.update((x, self.value(result)) for x, result in following if x in decided)
+        self.line(block, f"if not {self.call(only, block)}:", only)
+        if self.held is not None:
+            self.held.opens()
+        self.put_next([variables[k] for k in kept], [self.value(results[k]) for k in kept], block.deeper())
+        if left:
+            self.line(block.deeper(), f"del {', '.join(left)}")
+        self.line(block.deeper(), "break")
+        if self.held is not None:
+            self.held.leaves_out()
+        self.names.update(zip(condition.inputs, variables, strict=False))
+
+    def put_release(self, buffers: Sequence[str], block: _KnownNames) -> None:
+        """Let go of the buffers of a loop that has ended."""
+        if not buffers:
+            return
+        self.line(block, f"del {', '.join(buffers)}")
+        if self.held is not None:
+            self.held.dropped(buffers)
 
     def put_owned(self, loop: WhileNode, place: int, nodes: Iterable[Node], variable: str, block: _KnownNames) -> str:
         """Return a variable for the buffer that nodes of a body may write to in place of a copy.
