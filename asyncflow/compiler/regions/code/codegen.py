@@ -12,18 +12,14 @@ among its locals.
 
 from __future__ import annotations
 
-import itertools
-import keyword
-import linecache
 import operator
 import re
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
@@ -41,17 +37,18 @@ from asyncflow.compiler.regions.code.buffers import (
 from asyncflow.compiler.regions.code.held_bytes import VARIABLE_WRITES, HeldBytes
 from asyncflow.compiler.regions.code.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.code.memory_order import find_reordered
-from asyncflow.compiler.regions.code.region_code import Phase, RegionCode, SourcePlace
+from asyncflow.compiler.regions.code.region_code import Phase, RegionCode
+from asyncflow.compiler.regions.code.source import KnownNames, Source, in_iteration
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.told import UNBOUND, Holding, ToldAccount
 from asyncflow.errors import LoopIdentity, TooManyIterations
-from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
+from asyncflow.graph.builtin import IDENTITY, PARAMETER
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import KernelContext, Memory
+from asyncflow.graph.op import Memory
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.indexing.in_place import OwnBuffer
@@ -79,46 +76,16 @@ _RESERVED = (
 
 _Found = TypeVar("_Found")
 
-_serial = itertools.count(1)
-
 _LAUNCHES = 32
 """Number of launches after which a straight line may be stopped: each takes some microseconds."""
 
 
-@dataclass(slots=True)
-class _KnownNames:
-    """Names of the values that exist at one place of the source."""
-
-    loops: tuple[tuple[str, str], ...] = ()
-    depth: int = 1
-    buffers: Buffers | None = None
-    nodes: Sequence[Node] = ()
-    escaping: tuple[Tensor, ...] = ()
-    variables: frozenset[Tensor] = frozenset()
-    dead: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def deeper(self) -> _KnownNames:
-        """The block one level further in."""
-        return _KnownNames(self.loops, self.depth + 1)
-
-
-# The constructor of a NamedTuple is a Python function, and kernels in loops ask for a context in each iteration.
-_new_tuple = tuple.__new__
-
-
-def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
-    """The context of a kernel inside loops of a region."""
-    seed, run, tag, at_end = context
-    return _new_tuple(KernelContext, (seed, run, tag + counters, at_end))
-
-
 @dataclass(slots=True, kw_only=True)
-class RegionGenerator:
-    """A writer of a region's function.
+class RegionGenerator(Source):
+    """A writer of a region's function; see `Source` for what it is written in.
 
     Args:
         region: what to run.
-        bind: gives each node's kernel.
         track: called with every value that may be large, and its node's name; None to leave that out.
         max_iterations: most iterations of a loop.
         enqueues: the kernels only enqueue work on a device that looks after its own buffers.
@@ -131,7 +98,6 @@ class RegionGenerator:
     """
 
     region: Region
-    bind: Callable[[Node], Kernel]
     track: Callable[[Value, str], None] | None = None
     max_iterations: int | None = None
     enqueues: bool = False
@@ -139,12 +105,6 @@ class RegionGenerator:
     swapping: Swapping | None = None
     spare_bytes: float = inf
     account: ToldAccount | None = None
-    names: dict[Tensor, str] = field(default_factory=dict)
-    bound: dict[str, Any] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-    places: dict[int, SourcePlace] = field(default_factory=dict)
-    constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)
     owned: dict[Node, str] = field(default_factory=dict)
@@ -167,7 +127,7 @@ class RegionGenerator:
                     break
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
-        block = _KnownNames()
+        block = KnownNames()
         self.put_line(self.region.nodes, self.region.outputs, block)
         if self.phases and self.phases[-1].is_loop and not _is_light(self.phases[-1].nodes):
             self.phases.append(Phase(len(self.lines) + 1, []))
@@ -189,14 +149,7 @@ class RegionGenerator:
         head.extend(f"    {slot} = None" for slot in self.slots)
         head.extend(f"    {name} = UNBOUND" for name in (self.not_surely_bound(told) if told else ()))
         lines = self.with_told(told) if told else self.lines
-        source = "\n".join((*head, *lines)) + "\n"
-        filename = f"<asyncflow region {function} {next(_serial)}>"
-        # Tracebacks and debuggers show the source as long as the function lives.
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        namespace = dict(self.bound)
-        exec(compile(source, filename, "exec"), namespace)
-        made = namespace.pop(function)  # out of its own globals: a cycle would keep its constants until it is collected
-        weakref.finalize(made, linecache.cache.pop, filename, None).atexit = False
+        made, source, filename = self.compiled(function, (*head, *lines))
         places = {number + len(head): place for number, place in self.places.items()}
         for phase in self.phases:
             phase.line += len(head)
@@ -209,7 +162,7 @@ class RegionGenerator:
             return []
         places = self.held.places({self.names[tensor]: tensor.spec for tensor in self.region.inputs})
         if not (self.is_generator or any(place.stores for place in places)):
-            if places:
+            if places:  # the bytes held at each are known here
                 self.bound["passed"] = self.account.passed
             return [(place.line, "    " * place.depth + f"passed({place.most})") for place in places]
         if places:
@@ -220,6 +173,7 @@ class RegionGenerator:
         """Return names that lines tell of, and that are bound in branches and loops alone: these may not be entered."""
         used = {name for _, text in told for name in re.findall(r"[A-Za-z_]\w*", text)}
         inputs = {self.names[tensor] for tensor in self.region.inputs}
+        # Lines at the depth of the function itself always run.
         outside = {found[1] for line in self.lines if (found := re.match(r" {4}(\w+) = ", line))}
         names = [name for name in dict.fromkeys(self.names.values()) if name in used - inputs - outside]
         if names:
@@ -233,58 +187,9 @@ class RegionGenerator:
         for phase in self.phases:
             phase.line += bisect_left(before, phase.line)
         lines = list(self.lines)
-        for line, text in reversed(told):
+        for line, text in reversed(told):  # the numbers of earlier lines stay as they are
             lines.insert(line, text)
         return lines
-
-    # -- names ---------------------------------------------------------------------------------------------------
-
-    def fresh(self, path: str, fallback: str) -> str:
-        """Return a new Python name that reads like the last part of `path`.
-
-        The name is ASCII: Python normalises some letters (it reads ``µ`` of either code point as one variable), and
-        rejects some that `re` calls letters.
-        """
-        stem = re.sub(r"[^0-9A-Za-z_]+", "_", path.rpartition("/")[2]).strip("_") or fallback
-        if stem[0].isdigit() or keyword.iskeyword(stem):
-            stem = f"{fallback}_{stem}"
-        name = stem
-        while name in self.taken:
-            self.taken[stem] += 1
-            name = f"{stem}_{self.taken[stem]}"
-        self.taken[name] = 0
-        return name
-
-    def name(self, tensor: Tensor) -> str:
-        """The new variable that will hold `tensor`."""
-        name = self.names[tensor] = self.fresh(tensor.node.name, "value")
-        return name
-
-    def value(self, tensor: Tensor) -> str:
-        """The expression for `tensor`: its variable, or a bound constant."""
-        if tensor in self.names:
-            return self.names[tensor]
-        assert tensor.node.op is CONSTANT, f"{tensor!r} has no value in the region"
-        if tensor not in self.constants:
-            self.constants[tensor] = self.bind_name(tensor.node.name, "constant", self.bind(tensor.node)())
-        return self.constants[tensor]
-
-    def bind_name(self, path: str, fallback: str, value: Value) -> str:
-        """A new name for what the function is bound to."""
-        name = self.fresh(path, fallback)
-        self.bound[name] = value
-        return name
-
-    def line(self, block: _KnownNames, text: str, node: Node | None = None) -> None:
-        """Add a line, which belongs to `node`."""
-        self.lines.append("    " * block.depth + text)
-        if node is not None:
-            self.places[len(self.lines)] = self.place(node, block)
-
-    def place(self, node: Node, block: _KnownNames) -> SourcePlace:
-        """Return the place in the program of a line for `node`."""
-        arguments = (self.names.get(tensor) or self.constants.get(tensor, "") for tensor in node.inputs)
-        return SourcePlace(node, block.loops, tuple(arguments))
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
@@ -307,7 +212,7 @@ class RegionGenerator:
         self,
         nodes: Sequence[Node],
         escaping: Iterable[Tensor],
-        block: _KnownNames,
+        block: KnownNames,
         carried: frozenset[Tensor] = frozenset(),
         end: tuple[int, Callable[[Sequence[str]], None]] | None = None,
     ) -> None:
@@ -342,7 +247,7 @@ class RegionGenerator:
         """True where names of branches and loops let go of large values, since memory may be short."""
         return self.enqueues or self.track is not None
 
-    def drop(self, values: Iterable[Tensor], block: _KnownNames) -> None:
+    def drop(self, values: Iterable[Tensor], block: KnownNames) -> None:
         """Drop the names of unused values; names of loop variables are bound again."""
         names = {self.names[x]: x.node.op is PARAMETER for x in values}
         if self.held is not None:
@@ -352,7 +257,7 @@ class RegionGenerator:
         if made := [name for name, is_variable in names.items() if not is_variable]:
             self.line(block, f"del {', '.join(made)}")
 
-    def put(self, node: Node, index: int, block: _KnownNames) -> None:
+    def put(self, node: Node, index: int, block: KnownNames) -> None:
         """Add the lines of the node at `index` of a straight line."""
         if self.decide is not None and isinstance(node, StructuredNode):
             self.put_decision(node, self.decide(node), block)
@@ -368,7 +273,7 @@ class RegionGenerator:
         elif node.op not in SILENT:
             self.put_kernel(node, index, block)
 
-    def note_phase(self, node: Node, block: _KnownNames) -> None:
+    def note_phase(self, node: Node, block: KnownNames) -> None:
         """Begin a phase where a loop outside all others begins or has ended."""
         last = self.phases[-1] if self.phases else None
         if last is not None and not (last.is_loop or isinstance(node, WhileNode)):
@@ -382,11 +287,11 @@ class RegionGenerator:
         if is_misleading or not _is_light(last.nodes) or not _is_light([node]):
             self.part(block)
 
-    def part(self, block: _KnownNames) -> None:
+    def part(self, block: KnownNames) -> None:
         """Add a place where the function stops in any case, between two phases."""
         self.stop(block, "yield True")
 
-    def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
+    def put_kernel(self, node: Node, index: int, block: KnownNames) -> None:
         """Add the lines of a node that has a kernel."""
         kernel, buffers, slot, own = self.kernel(node), block.buffers, None, self.owned.get(node)
         n_slots = len(self.slots)
@@ -444,7 +349,7 @@ class RegionGenerator:
         elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
 
-    def in_parts(self, node: Node, expression: str, block: _KnownNames) -> str:
+    def in_parts(self, node: Node, expression: str, block: KnownNames) -> str:
         """Write a user's function over rows, and return the variable of its results; the region yields between rows."""
         self.is_generator = True
         self.bound.update(Paused=Paused)
@@ -455,7 +360,7 @@ class RegionGenerator:
         self.line(block.deeper(), f"{found} = {found}.go_on()", node)
         return found
 
-    def granted(self, node: Node, expression: str, block: _KnownNames) -> str:
+    def granted(self, node: Node, expression: str, block: KnownNames) -> str:
         """Write a wait for a state's result, and return the variable that holds it; the function yields while it is
         a place in line.
         """
@@ -468,14 +373,14 @@ class RegionGenerator:
         self.line(block.deeper(), f"{found} = claimed({found})", node)
         return found
 
-    def checkpoint(self, block: _KnownNames) -> None:
+    def checkpoint(self, block: KnownNames) -> None:
         """Add a place where the driver of the function may stop it."""
         self.is_generator = True
         self.line(block, "budget -= 1")
         self.line(block, "if not budget:")
         self.stop(block.deeper(), "yield")
 
-    def stop(self, block: _KnownNames, expression: str) -> None:
+    def stop(self, block: KnownNames, expression: str) -> None:
         """Add a line at which the function yields, and gets its next budget."""
         self.is_generator = True
         if self.held is not None:
@@ -491,7 +396,7 @@ class RegionGenerator:
         self.slots.append(self.fresh("buffer", "buffer"))
         return self.slots[-1]
 
-    def call(self, node: Node, block: _KnownNames, out: str | None = None) -> str:
+    def call(self, node: Node, block: KnownNames, out: str | None = None) -> str:
         """The expression that computes a node."""
         kernel = self.kernel(node)
         assert kernel is not None
@@ -506,7 +411,7 @@ class RegionGenerator:
             arguments.append(f"{'own' if node in self.owned else 'out'}={out}")
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
 
-    def context(self, block: _KnownNames) -> str:
+    def context(self, block: KnownNames) -> str:
         """The expression for the context of a kernel."""
         if not block.loops:
             return "context"
@@ -516,7 +421,7 @@ class RegionGenerator:
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
-    def put_cond(self, node: CondNode, block: _KnownNames) -> None:
+    def put_cond(self, node: CondNode, block: KnownNames) -> None:
         """Add an `if`."""
         condition = self.value(node.predicate)
         true_branch, false_branch = node.subgraphs
@@ -542,14 +447,14 @@ class RegionGenerator:
                 self.held.closes_branch(outputs)
         self.names.update(zip(node.outputs, outputs, strict=True))
 
-    def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: _KnownNames) -> None:
+    def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: KnownNames) -> None:
         """Add a branch or loop that the driver of the function sees to."""
         arguments = ", ".join(self.value(tensor) for tensor in node.inputs)
         decision = f"yield {self.bind_name(f'decide_{node.op.name}', 'decide', decide)}({arguments})"
         results = "".join(f"{self.name(tensor)}, " for tensor in node.outputs)
         self.line(block, f"{results.rstrip()} = {decision}" if results else decision, node)
 
-    def put_while(self, node: WhileNode, index: int, block: _KnownNames) -> None:
+    def put_while(self, node: WhileNode, index: int, block: KnownNames) -> None:
         """Add a loop, the node at `index` of a straight line."""
         # A loop may take any time: its function is a generator, which stops at back edges for others to run.
         follows_loop, self.is_generator = self.is_generator, True
@@ -569,7 +474,7 @@ class RegionGenerator:
         if lent:
             self.line(block, "try:")
             block = block.deeper()
-        inner = _KnownNames(
+        inner = KnownNames(
             (*block.loops, (loop.label, counter)), block.depth + 1, variables=frozenset(body.inputs[: node.n_vars])
         )
         start = len(self.lines)
@@ -599,7 +504,7 @@ class RegionGenerator:
             self.put_release(self.slots[n_slots:], outside)
             self.spare_bytes = spare_bytes
 
-    def put_variables(self, node: WhileNode, index: int, block: _KnownNames) -> list[str]:
+    def put_variables(self, node: WhileNode, index: int, block: KnownNames) -> list[str]:
         """Return the loop's variables, bound to their initial values; predicate and body see them."""
         n_vars = node.n_vars
         variables = [self.fresh(tensor.node.name, "var") for tensor in node.body.inputs[:n_vars]]
@@ -619,7 +524,7 @@ class RegionGenerator:
                 self.names[captured] = self.value(outer)
         return variables
 
-    def put_iteration(self, node: WhileNode, variables: list[str], outside: _KnownNames, block: _KnownNames) -> None:
+    def put_iteration(self, node: WhileNode, variables: list[str], outside: KnownNames, block: KnownNames) -> None:
         """Add the body of a loop, and rebind its variables; `outside` is the block around the loop."""
         body = node.body
         carried = frozenset(self.in_place(node, self.can_write, carried_results))
@@ -650,7 +555,7 @@ class RegionGenerator:
         only: Node,
         variables: list[str],
         kept: Sequence[int],
-        block: _KnownNames,
+        block: KnownNames,
         left: Sequence[str],
     ) -> None:
         """Add the end of a loop in the middle of its body: the rest is for a further iteration alone.
@@ -677,7 +582,7 @@ class RegionGenerator:
             self.held.leaves_out()
         self.names.update(zip(condition.inputs, variables, strict=False))
 
-    def put_release(self, buffers: Sequence[str], block: _KnownNames) -> None:
+    def put_release(self, buffers: Sequence[str], block: KnownNames) -> None:
         """Let go of the buffers of a loop that has ended."""
         if not buffers:
             return
@@ -685,7 +590,7 @@ class RegionGenerator:
         if self.held is not None:
             self.held.dropped(buffers)
 
-    def put_owned(self, loop: WhileNode, place: int, nodes: Iterable[Node], variable: str, block: _KnownNames) -> str:
+    def put_owned(self, loop: WhileNode, place: int, nodes: Iterable[Node], variable: str, block: KnownNames) -> str:
         """Return a variable for the buffer that nodes of a body may write to in place of a copy.
 
         It holds the first iteration's result, as the value before may have other references, or else the buffer lent to
@@ -711,7 +616,7 @@ class RegionGenerator:
             self.held.dropped([own])
         return own
 
-    def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
+    def put_ask(self, node: WhileNode, block: KnownNames) -> None:
         """Add a line that asks for the memory of an iteration."""
         if self.swapping is None or self.swapping.account.limit is None or not asks_for_memory(node.body.walk()):
             return
@@ -754,7 +659,7 @@ class RegionGenerator:
             node.single and node.outputs[0].shape not in (None, ()) and getattr(self.kernel(node), "takes_own", False)
         )
 
-    def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
+    def put_predicate(self, condition: Subgraph, block: KnownNames, inner: KnownNames) -> None:
         """Add the head of a loop, with the nodes that decide."""
         only = only_node(condition)
         if only is not None:
@@ -762,12 +667,12 @@ class RegionGenerator:
             self.places[len(self.lines)] = self.place(only, inner)
             return
         self.line(block, "while True:")
-        predicate = _KnownNames(inner.loops, inner.depth)
+        predicate = KnownNames(inner.loops, inner.depth)
         self.put_line(condition.nodes, condition.results, predicate)
         self.line(inner, f"if not {self.value(condition.results[0])}:")
         self.line(inner.deeper(), "break")
 
-    def put_next(self, variables: list[str], values: list[str], block: _KnownNames) -> None:
+    def put_next(self, variables: list[str], values: list[str], block: KnownNames) -> None:
         """Rebind the loop variables: one by one if no value is a variable rebound before it."""
         moves = [(variable, value) for variable, value in zip(variables, values, strict=True) if variable != value]
         if self.held is not None:
