@@ -1,9 +1,9 @@
 """Random smooth programs for gradients: nested branches and loops whose course depends on the data.
 
-A program is a tree, of which one evaluator makes either NumPy values or a graph: they differ only in the `Machine`.
-Every name is bound once, and an expression is built from the type it must have, so every program is valid. Floats come
-from smooth operations on bounded values; what decides is an integer, or a float that NumPy tells to be far from the
-threshold it is compared with (`Numbers.margin`), so a small step to either side takes the same course.
+A program is a tree. One evaluator makes either NumPy values or a graph of it: they differ only in the `Machine`.
+Every name is bound once, and an expression is built from its required type, so every program is valid. Floats come
+from smooth operations on bounded values. Branches depend on an integer, or on a float far from the
+threshold (`Numbers.margin`). So a small step to either side takes the same course.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH = 4
 MAX_TRIPS = 3
 """Of every loop."""
 DEEPEST = 3
-"""How far branches and loops are nested."""
+"""Deepest nesting of branches and loops."""
 
 SCALAR, VECTOR, MATRIX = (), (LENGTH,), (LENGTH, LENGTH)
 GROWN = (None,)
@@ -100,14 +100,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """Whether an integer is."""
+    """A condition: True if an integer is odd."""
 
     number: Expression
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """Whether a float is less than a threshold."""
+    """A condition: True if a float is less than a threshold."""
 
     value: Expression
     threshold: float
@@ -170,12 +170,12 @@ Statement: TypeAlias = Let | If | Loop
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Gives one float scalar, the sum of all that its outermost block binds.
+    """A program with one float scalar as result, the sum of all values that its outermost block binds.
 
     Attributes:
-        inputs: the values of what is fed.
-        variables: the values of the variables.
-        types: of what the outermost block binds.
+        inputs: values of the inputs.
+        variables: values of the variables.
+        types: types of the names that the outermost block binds.
     """
 
     inputs: Mapping[str, Any]
@@ -188,7 +188,7 @@ class Program:
 
 
 class Machine(Protocol):
-    """What makes values of a program."""
+    """An interpreter of programs: it computes with NumPy or builds a graph."""
 
     @property
     def namespace(self) -> Any:
@@ -200,7 +200,7 @@ class Machine(Protocol):
         ...
 
     def below(self, value: Value, threshold: float) -> Value:
-        """Whether it is less."""
+        """Return True if a value is less than a threshold."""
         ...
 
     def branch(self, predicate: Value, then: Callable[[], list[Value]], otherwise: Callable[[], list[Value]]) -> Any:

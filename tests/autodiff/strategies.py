@@ -98,13 +98,14 @@ _SAME: dict[Type, tuple[tuple[str, tuple[Type, ...]], ...]] = {
     GROWN: (("multiply", (SCALAR, GROWN)), ("join", (GROWN, VECTOR)), ("join", (VECTOR, GROWN)), ("tail", (GROWN,))),
     INTEGER: (("sum", (INTEGER, INTEGER)), ("next", (INTEGER,)), ("length", (GROWN,))),
 }
-"""What gives a value of a type, besides what every float has."""
+"""Operations for each result type, beside the operations that every float has."""
 
 _NUMBERED: dict[Type, tuple[tuple[str, Type], ...]] = {
     SCALAR: (("at", VECTOR), ("back", VECTOR), ("weigh", SCALAR)),
     VECTOR: (("at", MATRIX), ("row", MATRIX), ("back", MATRIX), ("weigh", VECTOR)),
 }
-"""What gives a value of a type from one of another, and an integer: often the number of the iteration."""
+"""Operations that take another type and an integer, by result type: the integer is often the number of the iteration.
+"""
 
 
 @dataclass(slots=True)

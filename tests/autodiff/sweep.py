@@ -33,16 +33,16 @@ Find: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor
 Build: TypeAlias = "Callable[..., Tensor | Sequence[Tensor]]"
 
 KNOWN = ("all", "rank", "nothing")
-"""What may be known of the inputs' shapes."""
+"""Cases of knowledge about the inputs' shapes."""
 
 STEP = 1e-6
 """Of central differences in float64."""
 
 
 def sweep(ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]) -> list[Tensor | None]:
-    """What reaches each of `xs` when `grad_ys` reach `ys`: nodes for it join the current graph.
+    """Return the gradient of each of `xs` for gradients `grad_ys` of `ys`: nodes for it join the current graph.
 
-    For straight-line graphs: one rule after the other, each held to its contract, which is a gradient or None for each
+    For straight-line graphs: one rule after the other. Each is held to its contract: a gradient or None for each
     input, of its dtype and shape, and None for integers.
     """
     flows: dict[Tensor, Tensor] = {}
@@ -96,13 +96,13 @@ def assert_derivatives(
     rtol: float = 1e-5,
     atol: float = 1e-7,
 ) -> None:
-    """The gradients of ``build(*placeholders)`` are those that central differences give.
+    """Compare the gradients of ``build(*placeholders)`` with central differences.
 
     Args:
         build: from tensors to a tensor or several.
         arrays: where to differentiate: float64 or complex128, away from kinks; integers and booleans get no gradient.
         order: 2 differentiates the gradients too.
-        known: what is known of shapes while the graph is built, one case each.
+        known: how much is known of shapes while the graph is built, one case each.
         rtol: relative to a gradient's element.
         atol: absolute.
 

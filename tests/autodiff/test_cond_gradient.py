@@ -1,4 +1,4 @@
-"""Gradients of branches: what they give on either side, and what they add to a graph."""
+"""Gradients of branches: their values on either side, and the nodes that they add to a graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_results_of_different_shapes(run: Run, taken: bool, expected: list
 
 @pytest.mark.parametrize(("taken", "expected"), [(True, [32.0, 48.0]), (False, [12.0, 12.0])])
 async def test_a_loop_on_one_side(run: Run, taken: bool, expected: list[float]) -> None:
-    """Where it is not taken, the gradient's loop does not run either: x**4 by squaring twice, or x**3."""
+    """The gradient's loop does not run if the branch is not taken: x**4 by squaring twice, or x**3."""
     x, p = af.placeholder("float64", ()), af.placeholder("bool", ())
 
     def squares() -> Any:
@@ -72,7 +72,7 @@ async def test_a_variable_read_on_one_side(run: Run) -> None:
 
 
 def test_no_branch_is_made_if_nothing_flows() -> None:
-    """What only ops without a derivative connect has a gradient of zeros."""
+    """The gradient is zeros if only ops without a derivative connect y to x."""
     x, p = af.placeholder("float64", (3,)), af.placeholder("bool", ())
     y = af.cond(p, lambda: af.astype(af.argmax(x), af.float64), lambda: np.float64(0))
     slope = af.gradients(y, x)
@@ -81,7 +81,7 @@ def test_no_branch_is_made_if_nothing_flows() -> None:
 
 
 def test_values_are_shown_once_and_existing_outputs_never_move() -> None:
-    """The forward `cond` gets outputs behind those it has; a second gradient uses them."""
+    """The forward `cond` gets new outputs behind its present ones; a second gradient uses the same ones."""
     x, p = af.placeholder("float64", ()), af.placeholder("bool", ())
     y, z = af.cond(p, lambda: (af.sin(x * x), x), lambda: (af.sin(x) * x, x * 2))
     node = y.node

@@ -99,7 +99,7 @@ async def test_straight_through(run: Run) -> None:
 
 
 async def test_one_inside_another(run: Run) -> None:
-    """The outer function's gradient is the one that counts."""
+    """The outer function's gradient replaces the inner one."""
     inner = af.custom_gradient(lambda x: (x * 2.0, lambda grad: grad * 5.0))
     outer = af.custom_gradient(lambda x: (inner(x) + 1.0, lambda grad: grad * 7.0))
     x = af.constant(1.0)
@@ -275,7 +275,9 @@ WRONG_GRADIENTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = 
 
 @pytest.mark.parametrize("wrong", WRONG_GRADIENTS)
 def test_gradients_that_do_not_fit(wrong: str) -> None:
-    """In number, dtype and shape; of custom_gradient and of ops alike, with what they differentiate."""
+    """Gradients of the wrong number, dtype or shape are refused, of custom_gradient and of ops; the message names the
+    function.
+    """
     grad_fn, kind, message = WRONG_GRADIENTS[wrong]
     x, y = af.constant(1.0), af.constant(2.0)
     custom = af.custom_gradient(lambda x, y: (x * y, grad_fn))
@@ -328,7 +330,7 @@ def test_the_text_form(graph: af.Graph) -> None:
 
 
 def test_the_compiler_leaves_the_node_out(graph: af.Graph) -> None:
-    """What is left is what the function has built."""
+    """Only the nodes that the function has built are left."""
     custom = af.custom_gradient(lambda x: ((x * 2.0, x), lambda *grads: grads[0]))
     doubled, same = custom(af.placeholder("float64", ()))
     total = doubled + same

@@ -1,4 +1,4 @@
-"""What loop variables depend on: all that reaches them in any number of iterations, and at what cost."""
+"""Dependencies of loop variables: everything that reaches them in any number of iterations, and the cost to find it."""
 
 from __future__ import annotations
 

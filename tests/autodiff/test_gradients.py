@@ -1,4 +1,4 @@
-"""`gradients` and `stop_gradient`: what they take, what they refuse in which words, and Fault F6."""
+"""`gradients` and `stop_gradient`: accepted arguments, messages of refusals, and Fault F6."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_grad_ys_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("known", [(3,), (None,), None])
 async def test_grad_ys_that_do_not_fit_in_the_run(run: Run, known: Any) -> None:
-    """Where only a run knows the shapes, they are compared there: what would broadcast is refused all the same."""
+    """The run compares shapes that only it knows, and still refuses a grad_y that would broadcast."""
     x, weight = af.placeholder("float64", known), af.placeholder("float64", None if known == (3,) else known)
     slope = af.gradients(x * x, x, grad_ys=weight)
     values = np.arange(3.0)
@@ -287,7 +287,9 @@ async def test_in_a_loop(graph: af.Graph, regions: bool) -> None:
 
 
 async def test_what_a_users_gradient_has_built(graph: af.Graph, regions: bool) -> None:
-    """Fault F6: of a user's own gradient it is the line in there, and the name still says what it differentiates."""
+    """Fault F6: an error in a user's own gradient names its line, and the node's name says which node is
+    differentiated.
+    """
 
     @af.custom_gradient
     def same(x: Any) -> Any:
@@ -300,7 +302,7 @@ async def test_what_a_users_gradient_has_built(graph: af.Graph, regions: bool) -
 
 
 def test_a_complex_y_needs_its_grad_y(graph: af.Graph) -> None:
-    """Ones would be a direction that nobody chose."""
+    """A default of ones would be an arbitrary direction."""
     z = af.placeholder("complex64", (2,), name="z")
     with pytest.raises(af.GraphError, match=r"multiply:0 .* is complex.* grad_ys=, such as af(?s:.*)written at"):
         af.gradients(z * z, z)
@@ -311,7 +313,7 @@ def test_a_complex_y_needs_its_grad_y(graph: af.Graph) -> None:
 
 
 def test_a_gamma_of_a_constant_shape_parameter_stops_no_gradient() -> None:
-    """Though how many are drawn depends on what is differentiated by."""
+    """The gradient flows although the number of draws depends on the differentiated value."""
     with af.Graph():
         x = af.placeholder("float64", (None,))
         (slope,) = af.gradients(af.sum(x * af.random.gamma((af.shape(x)[0],), alpha=2.0, seed=1)), [x])

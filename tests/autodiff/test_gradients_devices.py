@@ -1,4 +1,4 @@
-"""Where gradients run: beside what they differentiate, with saved values where they were made."""
+"""Devices of gradients: a gradient runs beside its op, and values are saved where they are made."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def through_elements_outside(x: Any) -> Any:
 
 @af.custom_gradient
 def computed_again(x: Any, w: Any) -> Any:
-    """Keeps nothing of what it computes: its gradient computes it again."""
+    """Compute a value that saves nothing: its gradient computes it again."""
 
     def value(x: Any, w: Any) -> Any:
         return af.sin(x * w) * x

@@ -1,4 +1,4 @@
-"""Gradients of random programs, and gradients of those, are what central differences give, however they are run."""
+"""Gradients of random programs, first and second, equal central differences in every mode of running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STEP = 1e-5
 """Of central differences in float64."""
 MARGIN = 1e-2
-"""How far from its threshold a float must be that decides something."""
+"""Least distance from its threshold of a float that decides a branch."""
 
 settings.register_profile(
     "random-gradients",
@@ -66,7 +66,7 @@ def differentiate(program: Program, weights: Mapping[str, Any], *, at_once: bool
 
 
 class Runner:
-    """Runs a differentiated program for any values of what it depends on."""
+    """A runner of a differentiated program, for any values of its inputs and variables."""
 
     def __init__(self, program: Differentiated, session: af.Session) -> None:
         self.program = program
@@ -81,7 +81,7 @@ class Runner:
 
 
 def numbers(program: Program, at: Mapping[str, Any]) -> tuple[float, float]:
-    """What NumPy gives, and its margin."""
+    """Return NumPy's result, and its margin."""
     machine = Numbers({name: at[name] for name in program.variables})
     value = evaluate(program, machine, {name: at[name] for name in program.inputs})
     return float(value), float(machine.margin)
@@ -163,7 +163,7 @@ def test_random_programs(program: Program, at_once: bool, options: Mapping[str, 
 
 
 def parts(block: Block, place: str = "") -> set[str]:
-    """Which statements a block holds, and in what: ``Loop/If/Loop``."""
+    """Return the kinds of statements in a block, with their nesting: ``Loop/If/Loop``."""
     found: set[str] = set()
     for statement in block.statements:
         path = f"{place}{type(statement).__name__}"
@@ -179,7 +179,7 @@ def parts(block: Block, place: str = "") -> set[str]:
 
 
 def pass_through(loop: Loop) -> set[str]:
-    """Whether a variable comes back as it is."""
+    """Return a label if a loop returns one of its variables unchanged."""
     pairs = zip(loop.body.results, loop.inner, strict=True)
     return {"pass-through"} if any(result == Name(name) for result, name in pairs) else set()
 

@@ -1,4 +1,4 @@
-"""Gradients of what loops read in parts: they cost the parts, and are those of the dense ones."""
+"""Gradients of values that loops read in parts: they cost as much as the parts, and equal dense gradients."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ READS: dict[str, Read] = {
 
 
 def summed(trips: Any, read: Callable[[Any], Any]) -> Any:
-    """The sum of cubes of what is read, iteration by iteration."""
+    """Return the sum of cubes of the parts that a loop reads."""
     return af.while_loop(
         lambda t, total: t < trips, lambda t, total: (t + 1, total + af.sum(read(t) ** 3)), (0, np.float64(0))
     )[1]
 
 
 def scattered(x: Any, trips: int, read: Read, slope: Callable[[Any], Any]) -> Any:
-    """What NumPy says: `slope` of all that is read, added up where it is from."""
+    """Return NumPy's gradient: the `slope` of each part, added up at the places of the part."""
     places, total = np.arange(x.size).reshape(x.shape), np.zeros(x.shape)
     for t in range(trips):
         named = read(places, t, np.array)
@@ -102,7 +102,7 @@ async def test_parts_add_up(shape: Any, graph: af.Graph) -> None:
     ],
 )
 async def test_ranges_of_rows_that_meet_or_do_not(bounds: list[tuple[int, int]], graph: af.Graph) -> None:
-    """Those that do not are written and not added, with zeros between them."""
+    """Ranges that do not meet are written and not added, with zeros between them."""
     x, starts, stops = af.placeholder("float64", (None, 2)), *(af.constant(each) for each in zip(*bounds, strict=True))
     _, total = af.while_loop(
         lambda t, _: t < 3,
@@ -159,7 +159,7 @@ _MOVED = {"enter", "exit", "merge", "next_iteration", "switch", "variable_read"}
 
 
 async def elements(read: Read, n: int, kind: str = "captured") -> int:
-    """How many elements the kernels make for a gradient, and for that of its sum, of an array of `n` rows."""
+    """Return the number of elements that kernels make for a gradient, and for its sum, of an array of `n` rows."""
     values = np.ones((n, 2))
     with af.Graph() as graph:
         x = af.Variable(values, name="x") if kind == "variable" else af.placeholder("float64", (n, 2))
@@ -197,7 +197,7 @@ async def test_wherever_the_array_is_from(kind: str) -> None:
 
 
 class Counting:
-    """NumPy, as far as sums of parts use it; counts the elements of what it makes."""
+    """The part of NumPy that sums of parts use; counts the elements that it makes."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -212,7 +212,7 @@ class Counting:
 
 
 def adding(xp: Any, shape: tuple[int, ...]) -> Callable[..., PartSum]:
-    """What adds rows by number."""
+    """Return the kernel that adds rows by number."""
     assert part_sums.ADD_PARTS.kernel is not None
     return part_sums.ADD_PARTS.kernel(xp, keys=((("input", 0),),), shape=shape, known=None)
 
@@ -257,7 +257,7 @@ def test_wholes_are_added_up_as_they_come() -> None:
 
 
 def test_kept_parts_count_under_a_memory_limit() -> None:
-    """Parts one by one, and what they have been added up to."""
+    """Single parts count, and so does the array into which parts were added up."""
     account = MemoryAccount("cpu:0", limit=1 << 20)
     parts, whole = sum_of(np, 1000, 50), sum_of(np, 1000, 1000)
     for total, least, most in ((parts, 50 * 64, 50 * 500), (whole, 64_000, 2 * 64_000)):

@@ -27,7 +27,7 @@ def repeat(count: int, body: Callable[[Any], Any], start: Any) -> Any:
 
 
 def slopes(y: Any, *xs: Any, order: int = 2) -> list[Any]:
-    """The gradients, and those of what they are the squares of."""
+    """Return the gradients of all orders; each order differentiates the squares of the previous gradients."""
     found = [y]
     for _ in range(order):
         found += af.gradients(af.sum(af.square(found[-1])), list(xs), unconnected="zero")
@@ -62,7 +62,9 @@ def with_variables(mark: Marker) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def with_nests(mark: Marker) -> tuple[list[Any], dict[Any, Any]]:
-    """Arguments by position and by name, static ones, integers, and one that is given back as it is."""
+    """A function with positional and keyword arguments, static ones, integers, and an argument that is returned as it
+    is.
+    """
     x = af.placeholder("float64", (4, 4))
 
     def fn(pair: Any, scale: float, *, rows: Any) -> Any:
@@ -157,7 +159,7 @@ async def results(program: Program, mark: Marker, **options: Any) -> list[Any]:
     [*((program, True) for program in PROGRAMS), (in_loops_and_branches, False), (with_variables, False)],
 )
 async def test_gradients_are_the_same(program: Program, regions: bool) -> None:
-    """Behaviour 68, for what is computed again; random numbers come out equal."""
+    """Behaviour 68, for values computed again; random numbers are equal."""
     expected = await results(program, lambda fn: fn, regions=regions)
     found = await results(program, af.recompute, regions=regions)
     for one, other in zip(found, expected, strict=True):

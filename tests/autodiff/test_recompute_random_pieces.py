@@ -1,4 +1,4 @@
-"""Random pieces under `recompute`: gradients, second ones and Jacobians are those of the program without it."""
+"""Random pieces under `recompute`: gradients, second ones and Jacobians equal the results without `recompute`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class Writer:
         return sum(found[1:], found[0])
 
     def piece(self, values: Sequence[Any], depth: int) -> list[Any]:
-        """The results of a piece: of what it makes, at least one; of what it is given, and of what is outside."""
+        """Return the results of a piece: at least one of the values that it makes, some of its arguments, and outside
+        values.
+        """
 
         def build(*given: Any) -> tuple[Any, ...]:
             made = self.block(list(given), depth)

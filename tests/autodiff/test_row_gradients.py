@@ -66,7 +66,7 @@ def test_every_dtype_and_shape_keeps_itself(dtype: str) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 async def test_branches(graph: af.Graph, run: Callable[..., Any], sign: int) -> None:
-    """One appends what it took; to the third order."""
+    """One branch appends a row that it has taken; gradients to the third order."""
     x = af.placeholder("float64", (4, 3))
     made = af.cond(
         x[0, 0] > 0,
@@ -102,7 +102,7 @@ def unrolled(x: af.Tensor, depth: int) -> af.Tensor:
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("parallel_iterations", [1, 10])
 async def test_levels_of_a_loop(graph: af.Graph, regions: bool, parallel_iterations: int) -> None:
-    """What each iteration takes are rows of earlier ones; to the second order."""
+    """Each iteration takes rows of earlier ones; gradients to the second order."""
     x = af.placeholder("float64", (None, 2))
 
     def level(i: af.Tensor, start: af.Tensor, rows: af.RowStore) -> Any:

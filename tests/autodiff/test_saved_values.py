@@ -1,4 +1,4 @@
-"""Which values a loop saves for its gradient, and which are computed again."""
+"""Values that a loop saves for its gradient, and values that are computed again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[..., Awaitable[Any]]
 
 
 def viewed(x: Any, times: int) -> Any:
-    """`x`, through so many pairs of reshapes."""
+    """Return `x` after a number of pairs of reshapes."""
     for _ in range(times):
         x = af.squeeze(af.expand_dims(x, axis=0), axis=0)
     return x
@@ -24,7 +24,9 @@ def viewed(x: Any, times: int) -> Any:
 @pytest.mark.usefixtures("graph")
 @pytest.mark.parametrize(("times", "saved"), [(0, set()), (10, set()), (350, {"squeeze"})])
 async def test_what_a_long_chain_of_views_gives_is_saved(run: Run, times: int, saved: set[str]) -> None:
-    """What is cheap is computed again, but in few steps: Python's stack would end before a chain of hundreds does."""
+    """Cheap values are computed again, but only in few steps: Python's stack would overflow before a chain of hundreds
+    ends.
+    """
     x = af.placeholder("float64", (2,))
 
     def body(i: Any, y: Any) -> Any:

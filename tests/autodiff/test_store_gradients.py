@@ -96,7 +96,7 @@ def differentiated(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_derivatives(program: Callable[..., Any], plain: Callable[..., Any], values: Any, known: str) -> None:
-    """Both derivatives of a program with a store, of whose shapes this is known, are those of a plain one."""
+    """Both derivatives of a program with a store, with these known shapes, equal the derivatives of a plain program."""
     for order in (lambda build: build, differentiated):
         found = gradients_at(order(program), *values, known=known, find=gradients)
         expected = gradients_at(order(plain), *values, find=gradients)
@@ -115,7 +115,7 @@ def test_an_array_changes_no_derivative(name: str, known: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 def test_every_dtype_keeps_itself(dtype: str) -> None:
-    """A gradient has the dtype of what was written, be it read, stacked or joined, zeros included."""
+    """A gradient has the dtype of the written value, whether it is read, stacked or joined, zeros included."""
     with af.Graph():
         x = af.placeholder(dtype, (2, 2))
         a = rows_of(x)
@@ -125,7 +125,7 @@ def test_every_dtype_keeps_itself(dtype: str) -> None:
 
 
 def test_static_shapes_are_kept() -> None:
-    """What is known of a value is known of its gradient, though a run gives the rest."""
+    """Static shapes of a value are kept in its gradient, though a run supplies the rest."""
     with af.Graph():
         x = af.placeholder("float64", (None, 3))
         a = rows_of(x)
@@ -169,7 +169,7 @@ class Program:
         return empty
 
     def results(self, x: af.Tensor) -> list[af.Tensor]:
-        """What comes out: the rows of the elements read, one after the other."""
+        """Return the rows of the elements read, one after the other."""
         a = self.written(x)
         readers: dict[str, Callable[[tuple[int, ...]], af.Tensor]] = {
             "read": lambda elements: a.read(elements[0]),

@@ -26,7 +26,7 @@ def test_values_are_saved_in_order() -> None:
 
 
 def test_bytes_count_only_the_own_version() -> None:
-    """Of arrays, scalars and stores; what has no size counts nothing."""
+    """Arrays, scalars and stores count; values without a size count as nothing."""
     inner = SavedValues(StoreLog(), 0, 0).saved(0, np.zeros(4))
     values = SavedValues(StoreLog(), 0, 0).saved(0, inner).saved(1, np.float32(1)).saved(2, "text")
     assert [inner.nbytes, values.nbytes, SavedValues(StoreLog(), 0, 0).nbytes] == [32, 36, 0]
@@ -64,7 +64,7 @@ def test_merging_appends_the_shorter_one() -> None:
 
 
 def test_totals_are_of_one_shape() -> None:
-    """What would broadcast is refused all the same; an element that nothing reached has no total."""
+    """A total of another shape is refused even if it would broadcast; an element without a gradient has no total."""
     found = StoreGradient.of([(0, np.ones(2)), (0, np.ones(1))])
     with pytest.raises(ValueError, match=r"\[1\] has reached element 0.*\[2\]"):
         found.total(0, (2,), np)

@@ -1,4 +1,4 @@
-"""Gradients of loops: nested, of higher order, taken again; and what they add to a graph."""
+"""Gradients of loops: nested, of higher order, taken again; and the nodes that they add to a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("graph")
 
 
 def repeat(times: Any, body: Callable[[Any], Any], initial: Any, **options: Any) -> Any:
-    """What is left of a value after `body` has been applied so often."""
+    """Return a value after a number of applications of `body`."""
     return af.while_loop(lambda i, _: i < times, lambda i, x: (i + 1, body(x)), (0, initial), **options)[1]
 
 
@@ -42,7 +42,7 @@ def loop_of(tensor: af.Tensor) -> Node:
 
 
 def computed_in(node: Node) -> list[af.Tensor]:
-    """The values that each iteration of a loop computes, without those in loops inside."""
+    """Return the values that each iteration of a loop computes, without values of inner loops."""
     body = node.attrs["body"]
     needed = {result.node for result in body.results}
     for inner in reversed(body.nodes):
@@ -103,7 +103,9 @@ async def test_inside_a_body_by_what_an_inner_loop_starts_with(run: Run) -> None
 
 
 async def test_two_gradients_that_read_one_store(run: Run) -> None:
-    """Their product is differentiated: what is saved gets a gradient from both. x**3 a**3 has 3 x**2 a**3 and so on."""
+    """The product of both gradients is differentiated: saved values get a gradient from both. x**3 a**3 has 3 x**2 a**3
+    and so on.
+    """
     x, a = af.placeholder("float64", ()), af.placeholder("float64", ())
     y = repeat(3, lambda y: y * x * a, np.float64(1))
     by_x, by_a = af.gradients(y, x), af.gradients(y, a)
@@ -127,7 +129,9 @@ async def test_a_gradient_of_a_gradient_when_values_are_saved(open_session: Open
 
 @pytest.mark.parametrize("start", [np.array([1, 2]), np.array([2]), np.uint64(2**63 + 1), np.int8(126)])
 async def test_counters_of_every_kind(run: Run, start: Any) -> None:
-    """Vectors, numbers beyond int64 and those that wrap around are what they were in the forward loop."""
+    """The gradient loop sees the forward loop's counters: vectors, numbers beyond int64, and numbers that wrap
+    around.
+    """
     x = af.placeholder("float64", ())
 
     def body(i: Any, count: Any, y: Any) -> Any:
@@ -156,7 +160,7 @@ async def test_a_counter_is_counted_again(run: Run, start: Any) -> None:
 
 
 async def test_a_value_that_ends_the_loop_at_once(run: Run) -> None:
-    """No iteration: gradients are those of what was given, and nothing reaches captures."""
+    """Without an iteration, gradients equal the given ones, and captures get none."""
     x, a = af.placeholder("float64", (2,)), af.placeholder("float64", (2,))
     y = repeat(0, lambda y: y * a, x)
     slopes = await run(af.gradients(y * 3, (x, a)), {x: np.ones(2), a: np.ones(2)})
@@ -167,7 +171,7 @@ async def test_a_value_that_ends_the_loop_at_once(run: Run) -> None:
 
 
 def test_existing_outputs_never_move() -> None:
-    """A loop gets outputs behind those it has, which stay the same tensors under the same names."""
+    """A loop gets new outputs behind its present ones, which stay the same tensors under the same names."""
     x = af.placeholder("float64", ())
     _, y, z = af.while_loop(lambda i, *_: i < 3, lambda i, y, z: (i + 1, af.sin(y * z), z * x), (0, x, x), name="loop")
     node, before = y.node, y.node.outputs
@@ -272,7 +276,7 @@ def test_only_what_a_value_is_made_of_is_looked_at() -> None:
 
 @pytest.mark.parametrize("shape", [(100, 8), (None, 8)])
 def test_rows_are_not_made_as_large_as_the_whole(shape: Any) -> None:
-    """What reaches a row goes to a store; what reaches the same one in all iterations is added up as it is."""
+    """Gradients of rows go to a store; gradients of a row that all iterations read are added up directly."""
     x = af.placeholder("float64", shape)
     y = repeat_numbered(50, lambda i, y: y + x[i] * x[i] + x[3], np.zeros(8))
     slope = af.gradients(y, x)

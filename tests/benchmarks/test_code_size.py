@@ -200,7 +200,7 @@ def test_the_package_is_counted_whole() -> None:
 
 
 def test_the_rules_can_be_read_beside_the_paper() -> None:
-    """What states, rules and the search for outcomes are, without the races that are found without a search."""
+    """States, rules and the search for outcomes count, but not the search for races."""
     modules = [
         Path(af.__file__).parent / "semantics" / f"{name}.py" for name in ("state", "program", "rules", "explore")
     ]

@@ -237,7 +237,7 @@ ROWS = [
 
 @cache
 def curves(command: str) -> Curves:
-    """What a command prints, of the points that the page has."""
+    """Return the results of a command, at the points that the page has."""
     return COMMANDS[command]()
 
 

@@ -25,7 +25,7 @@ TINY_PIPELINE = {"layers": 2, "size": 8, "iterations": 4}
 TINY_LSTM = {"steps": 3, "batch": 2, "hidden": 4}
 TINY_MODELS = Sizes(steps=6, leaves=4, files=8)
 TINY_MEMORY = [{"hidden": 128, "batch": 128, "steps": 8}]
-"""Whose values are just large enough to move."""
+"""Sizes whose values are just large enough to move."""
 
 TINY = {
     "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),

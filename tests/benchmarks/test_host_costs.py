@@ -1,4 +1,4 @@
-"""What the host takes: programs are run, counted and explained. What the stand-in takes says nothing."""
+"""Costs of the host: programs are run, counted and explained. Times on the stand-in say nothing."""
 
 from __future__ import annotations
 

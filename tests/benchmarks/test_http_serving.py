@@ -1,4 +1,4 @@
-"""The benchmark of servers asks ours, checks what it answers, and leaves no process."""
+"""The benchmark of servers sends requests to ours, checks the answers, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of measured values and of timelines are written, and show what they are given."""
+"""Pictures of measured values and of timelines are written, and show the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments on simulated machines: virtual time is the same each time, so who is faster than whom can be asserted."""
+"""Experiments on simulated machines: virtual time is the same each time, so tests may compare speeds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def a_thread_a_device() -> Iterator[None]:
-    """Who is faster than whom is a matter of the devices, unless one host thread holds up all of them."""
+    """Drive each device by a thread of its own, so that devices decide which program is faster, and not one host
+    thread.
+    """
     with driven_by("c++"):
         yield
 

@@ -1,4 +1,4 @@
-"""Training steps on simulated devices, whose times can be asserted, and the pictures of what was measured."""
+"""Training steps on simulated devices, whose times can be asserted, and pictures of measurements."""
 
 from __future__ import annotations
 

@@ -18,9 +18,11 @@ MOST = {
     "compile": 800,
     "gradient": 1520,
 }
-"""What the walks that were made shorter have become; none may grow again unnoticed. What the tests themselves look at
-when a run has ended is in there, and for a card what depends on whether copies end before they are asked for. Compiling
-took 735 before nodes let go of their graph: each look at it is a call, and the program of this walk drops its graph."""
+"""Most calls of the walks that were made shorter; none may grow again unnoticed. The figures include the checks of the
+tests at the end of a run. For a card they include calls that depend on whether copies end before they are asked for.
+Compiling took 735 before nodes let go of their graph: each look at it is a call, and the program of this walk drops its
+graph.
+"""
 
 
 def one() -> int:
@@ -28,7 +30,7 @@ def one() -> int:
 
 
 async def test_only_functions_of_the_package_are_counted() -> None:
-    """Not those of tests, nor of anybody else."""
+    """Functions of tests and of other packages are not counted."""
 
     async def call() -> None:
         one()

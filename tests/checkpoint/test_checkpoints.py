@@ -1,4 +1,4 @@
-"""`Session.save` and `Session.restore`: what is saved, what comes back, and what is refused with nothing changed."""
+"""`Session.save` and `Session.restore`: saved and restored states, and refusals that change nothing."""
 
 from __future__ import annotations
 
@@ -447,7 +447,9 @@ async def test_a_restore_is_before_or_after_a_run(tmp_path: Path) -> None:
 
 
 async def test_saving_inside_a_run(tmp_path: Path) -> None:
-    """A run that writes several variables would wait for itself; one that only asks for runs may save between them."""
+    """A run that writes several variables would wait for itself; a run that only starts other runs may save between
+    them.
+    """
     sessions: list[af.Session] = []
 
     @af.op(stateful=True, outputs=())

@@ -1,4 +1,4 @@
-"""Checksums find what may happen to bytes on a disk, however these are cut into chunks."""
+"""Checksums find damage of bytes on a disk, however the bytes are cut into chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_bit_that_changes_is_found(at: int, bit: int) -> None:
 @pytest.mark.parametrize("nbytes", [512, 4096, BLOCK])
 @given(data=st.data())
 def test_bytes_that_change_places_are_found(nbytes: int, data: st.DataObject) -> None:
-    """Sectors, pages, and whole blocks; and those that were lost, with zeros in their place."""
+    """Swapped sectors, pages and blocks are found, and so are lost ones with zeros in their place."""
     places = st.integers(0, len(CONTENT) // nbytes - 1)
     one, other = data.draw(places) * nbytes, data.draw(places) * nbytes
     assume(one == other or (one - other) % (COLUMNS * 8))  # a distance of whole rows goes unnoticed

@@ -1,4 +1,4 @@
-"""Steps in a directory: which are there, which is the latest, and what is left of those that were not finished."""
+"""Steps in a directory: their list, the latest one, and the rest of steps that were not finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what it says, and that a byte which has changed in it is found."""
+"""The manifest: its contents; a changed byte in it is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read is what was written, or an error that names file and tensor."""
+"""The reader returns the written values, or raises an error that names file and tensor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_damage_anywhere_is_an_error_that_names_the_file(step: Path, data: st.DataObject) -> None:
-    """Fault F55: F55: bytes that change, go or come, in either file: what is not named as damaged is what was
-    written."""
+    """Fault F55: bytes that change, appear or disappear, in either file. Tensors that are not named as damaged equal
+    the written ones.
+    """
     file = step / data.draw(st.sampled_from(["variables.safetensors", "manifest.json"]))
     raw = file.read_bytes()
     begin = data.draw(st.integers(0, len(raw)))

@@ -1,4 +1,4 @@
-"""`Saver`: when it publishes, from what a session begins, and what it does when it cannot."""
+"""`Saver`: when it publishes, the checkpoint that a session begins with, and its behaviour when it cannot publish."""
 
 from __future__ import annotations
 

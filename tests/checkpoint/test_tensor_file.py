@@ -23,7 +23,7 @@ LIBRARY = (
     b'"shape":[2],"data_offsets":[38,40]}}  \x07\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x80?\x00\x00\x00@'
     b"\x00\x00@@\x00\x00\x80@\x00\x00\xa0@\x00\x00\x80?\x00@\x01\x00"
 )
-"""What the library of the format, version 0.8.0, writes for `SAME`."""
+"""Bytes that the library of the format, version 0.8.0, writes for `SAME`."""
 
 SAME = {
     "w": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -1,4 +1,4 @@
-"""A publish that is killed, or that the disk does not take, leaves what was there."""
+"""A publish that is killed, or that the disk refuses, leaves the earlier steps as they were."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_step_has_its_files_before_its_name(tmp_path: Path, monkeypatch: pytes
 
 
 class Disk:
-    """A file system with direct I/O: what it is asked to write, and what it answers instead of writing."""
+    """A file system with direct I/O: it records the requested writes, and answers instead of writing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.flags: dict[int, int] = {}

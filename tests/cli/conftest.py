@@ -1,4 +1,4 @@
-"""What a command has printed."""
+"""The printed output of a command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Output: TypeAlias = Callable[[], tuple[str, str]]
 
 @pytest.fixture
 def output(capsys: pytest.CaptureFixture[str]) -> Output:
-    """What was printed since the last call: stdout, stderr."""
+    """Return the output since the last call: stdout, stderr."""
 
     def read() -> tuple[str, str]:
         captured = capsys.readouterr()

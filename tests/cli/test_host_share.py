@@ -1,4 +1,4 @@
-"""What ``asyncflow simulate`` says would help a host that is busy: what the model says, and nothing else."""
+"""Advice of ``asyncflow simulate`` for a busy host: exactly the model's advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncflow.testing import virtual_clock
 
 
 def _busy(step: Callable[[af.Tensor], af.Tensor], launches: str) -> tuple[HostShare, str]:
-    """The host's share in runs that launch a lot, and what is said of it."""
+    """Return the host's share in runs that launch a lot, and the advice."""
     with af.Graph() as graph:
         x = y = af.placeholder("float32", (8, 8))
         for _ in range(12):

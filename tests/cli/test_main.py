@@ -1,4 +1,4 @@
-"""The command: arguments, exit codes, what is printed and what is written."""
+"""The command: arguments, exit codes, printed output and written files."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_program_that_records_itself(program: Path, output: Output, detail: str)
 
 
 def test_program_that_records_every_node(program: Path, output: Output) -> None:
-    """What is interpreted is said."""
+    """The command says how many runs were interpreted."""
     assert main(["profile", "program.py:records_every_node"]) == 0
     assert "1 of 2 runs were interpreted, since the program's own trace records every node" in output()[0]
     assert main(["profile", "program.py:records_every_node", "--detail", "node"]) == 0

@@ -1,4 +1,4 @@
-"""``asyncflow replay``: a recorded run again, and what is wrong with a record or a target."""
+"""``asyncflow replay``: a recorded run again, and errors of a record or a target."""
 
 from __future__ import annotations
 

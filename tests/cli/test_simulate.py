@@ -1,4 +1,4 @@
-"""``asyncflow simulate``: virtual time for a program's event loops, and what is said about its runs."""
+"""``asyncflow simulate``: virtual time for a program's event loops, and the report about its runs."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def fails():
 
 
 def event_loop_makers() -> tuple[object, ...]:
-    """What programs get event loops from."""
+    """Return the functions by which programs make event loops."""
     return (
         asyncio.new_event_loop,
         asyncio.events.new_event_loop,

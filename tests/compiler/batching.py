@@ -38,12 +38,12 @@ async def run_both(fetches: Sequence[af.Tensor], feeds: Mapping[af.Tensor, Any],
 
 
 def where(error: af.KernelError) -> tuple[Any, ...]:
-    """What an error says of the place and the reason."""
+    """Return the place and the reason that an error states."""
     return error.node, error.tag, str(error.__cause__), str(error.location)
 
 
 class Recurrent:
-    """``h = tanh(xs[t] @ w + h @ u)`` over rows of `xs`, and what it is fed."""
+    """``h = tanh(xs[t] @ w + h @ u)`` over rows of `xs`, and its feeds."""
 
     def __init__(self, steps: int, batch: int = 8, width: int = WIDTH, *, known: bool = True) -> None:
         free = None if not known else batch

@@ -1,4 +1,4 @@
-"""What tests of placement share: devices that only have costs, ops that only cost, graphs placed on them."""
+"""Common parts of tests of placement: devices that only have costs, ops that only cost, graphs placed on them."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def by_data(n: Any) -> tuple[af.Tensor, list[Any]]:
 
 
 def of_arrays(n: Any) -> tuple[af.Tensor, list[Any]]:
-    """Arrays that are read and written, which give up what is read, and one that keeps it."""
+    """Arrays that give up elements once read, and an array that keeps its elements."""
     xs, ys = (af.constant(np.linspace(first, 1, N * WIDTH).reshape(N, WIDTH)) for first in (0, -1))
     given = af.TensorArray("float64", N, element_shape=(WIDTH,)).unstack(xs)
     kept = af.TensorArray("float64", N, element_shape=(WIDTH,), clear_after_read=False).unstack(ys)
@@ -80,7 +80,7 @@ def of_arrays(n: Any) -> tuple[af.Tensor, list[Any]]:
 
 
 def of_rows(n: Any) -> tuple[af.Tensor, list[Any]]:
-    """What reaches rows picked by number is collected by the gradient loop."""
+    """The gradient loop collects gradients of rows picked by number."""
     table = af.constant(np.linspace(-1, 1, 5 * WIDTH).reshape(5, WIDTH))
 
     def body(i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:

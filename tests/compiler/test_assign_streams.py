@@ -72,7 +72,7 @@ def matrix(name: str) -> af.Tensor:
 
 
 def product(x: af.Tensor, name: str, times: int = 1) -> af.Tensor:
-    """The square, so many times; the nodes are called ``name/matmul``, ``name/matmul_1``, ..."""
+    """Return the square, `times` times; the nodes are called ``name/matmul``, ``name/matmul_1``, ..."""
     with af.name_scope(name):
         for _ in range(times):
             x = x @ x
@@ -145,7 +145,7 @@ def test_a_fetch_goes_with_its_value(graph: af.Graph, x: af.Tensor) -> None:
 
 
 def test_measured_costs_go_before_estimates(graph: af.Graph) -> None:
-    """Small kernels that prove long are spread, and large ones that prove short are not."""
+    """Small kernels with long measured times are spread, and large ones with short times are not."""
     x = af.placeholder("float32", (2, 2), name="x")
     fetches = [product(x, "a"), product(x, "b")]
     assert not Assigned(graph, fetches).streams
@@ -173,7 +173,7 @@ def test_other_devices_keep_to_their_stream(graph: af.Graph, x: af.Tensor) -> No
 
 @pytest.mark.parametrize("seed", range(20))
 def test_list_scheduling_is_close_to_the_best(graph: af.Graph, seed: int) -> None:
-    """Against every assignment of a small random graph; a stream takes what is ready first."""
+    """Compare with every assignment of a small random graph; a stream takes ready kernels first."""
     chance = random.Random(seed)
     x = af.placeholder("float32", (2, 2), name="x")
     costs: dict[str, float] = {}
@@ -352,7 +352,7 @@ def test_a_loop_over_two_devices_is_cut_on_each(graph: af.Graph) -> None:
 
 
 def loop_of(x: af.Tensor, name: str) -> af.Tensor:
-    """Two products, one recurrent and one that is not: it can be cut."""
+    """Two products, a recurrent one and another, so that the loop can be cut."""
     return af.while_loop(
         lambda i, *_: i < 9,
         lambda i, y, z: (i + 1, product(y, f"{name}_y"), z + product(y, f"{name}_z")),

@@ -1,4 +1,4 @@
-"""`batch_loops`: where it applies, how much memory it takes, and what is left of it when a run stops."""
+"""`batch_loops`: where it applies, how much memory it takes, and its state after a run that stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gradients_of(cell: Recurrent) -> list[af.Tensor]:
 
 
 def test_the_graph_is_sound_and_can_be_printed(graph: af.Graph) -> None:
-    """What is made ahead stands in front of the loop, what is made up for behind it."""
+    """Rows made ahead stand before the loop, delayed sums behind it."""
     cell = Recurrent(10)
     text = optimized(graph, gradients_of(cell), batch_loops)
     order = [text.index(part) for part in ("= rows_ahead(", "= while(", "= pending_sums(", "= sums(", "= fetch(")]
@@ -58,7 +58,7 @@ async def test_iterations_that_overlap(graph: af.Graph) -> None:
 
 
 async def test_requests_for_several_devices(graph: af.Graph) -> None:
-    """Nodes asked to be on one device are batched there; those on several are left where they are."""
+    """Nodes requested on one device are batched there; nodes on several devices stay in the loop."""
     cell = Recurrent(20)
 
     def cut(t: af.Tensor, h: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
@@ -83,7 +83,7 @@ def test_blocks_are_a_small_part_of_the_memory_limit() -> None:
 
 
 async def test_under_a_memory_limit(graph: af.Graph) -> None:
-    """What fits without batching fits with it."""
+    """A program that fits without batching fits with it."""
     cell = Recurrent(40)
     fetches = gradients_of(cell)
     assert await run_both(fetches, cell.feeds, memory_limit=24 << 20)

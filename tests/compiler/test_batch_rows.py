@@ -1,4 +1,4 @@
-"""`batch_rows`: products made ahead of a loop's iterations are what they are in the loop, within rounding."""
+"""`batch_rows`: products made ahead of a loop's iterations equal the products in the loop, within rounding."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_up_to_the_greatest_number_there_is(graph: af.Graph) -> None:
 
 
 async def test_rows_of_a_tensor_array_scan_and_folds(graph: af.Graph) -> None:
-    """Elements of a TensorArray are rows of what it was made of, whether each may be read once or more often."""
+    """Elements of a TensorArray are rows of its source, whether each may be read once or more often."""
     cell = Recurrent(20)
     array = af.TensorArray("float32", size=20, element_shape=(8, WIDTH)).unstack(cell.xs)
     read = af.while_loop(lambda t, h: t < 20, lambda t, h: (t + 1, cell.step(array.read(t), h)), (0, cell.h))[1]
@@ -141,7 +141,7 @@ async def test_rows_of_a_tensor_array_scan_and_folds(graph: af.Graph) -> None:
 
 
 async def test_reading_an_element_twice_still_fails(graph: af.Graph) -> None:
-    """What was read ahead has not been read by the program, and what the program reads is used up."""
+    """Reading ahead does not count as a read of the program; elements that the program reads are used up."""
     cell = Recurrent(20)
     array = af.TensorArray("float32", size=20, element_shape=(8, WIDTH)).unstack(cell.xs)
     t, h = af.while_loop(lambda t, h: t < 10, lambda t, h: (t + 1, cell.step(array.read(t), h)), (0, cell.h))
@@ -182,7 +182,7 @@ async def test_what_rows_are_made_of_moves_along(graph: af.Graph) -> None:
 
 
 async def test_layers_over_the_inputs_are_made_together(graph: af.Graph, products: list[int]) -> None:
-    """Of two layers only the second is left in the loop; what is between them is not computed twice."""
+    """Only the second of two layers is left in the loop; values between them are not computed twice."""
     cell = Recurrent(40)
     y = af.while_loop(
         lambda t, h: t < 40, lambda t, h: (t + 1, h + af.tanh(cell.xs[t] @ cell.w) @ cell.u), (0, cell.h), name="loop"
@@ -245,7 +245,7 @@ async def test_an_index_out_of_range_fails_in_its_iteration(graph: af.Graph) -> 
 
 
 async def test_operands_that_do_not_fit_fail_as_in_the_loop(graph: af.Graph) -> None:
-    """Which only the run can tell."""
+    """Only the run can tell that the operands do not fit."""
     xs = af.placeholder("float32", (None, None, None), name="xs")
     w = af.placeholder("float32", (None, None), name="w")
     y = af.while_loop(lambda t, s: t < 5, lambda t, s: (t + 1, s + af.sum(xs[t] @ w)), (0, np.float32(0)), name="loop")[
@@ -280,7 +280,7 @@ def ahead_of(rows: Array, matrix: Array) -> Any:
 
 
 def test_bytes_of_rows_made_ahead() -> None:
-    """None before the first look; then those of the last two blocks."""
+    """Nothing is held before the first look; then the rows of the last two blocks."""
     rows, matrix = values(20, 3, 8), values(8, 2)
     held = ahead_of(rows, matrix)
     sizes = [held.nbytes]

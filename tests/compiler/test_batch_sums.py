@@ -1,4 +1,4 @@
-"""`batch_sums`: sums of products over iterations, made up for in blocks, are what they are in the loop."""
+"""`batch_sums`: sums of products over iterations, added in blocks, equal the sums of the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N, M = 48, 32
 
 
 class Sums:
-    """``total = total + xs[t].T @ gs[t]``, and what it is fed."""
+    """``total = total + xs[t].T @ gs[t]``, and its feeds."""
 
     def __init__(self, steps: int = 60, rows: int | None = 8, dtype: str = "float32", known: bool = True) -> None:
         free = rows if known else None
@@ -60,7 +60,7 @@ async def test_gradients_of_weights(graph: af.Graph, known: bool, regions: bool)
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_an_lstm_with_a_bias(graph: af.Graph, known: bool) -> None:
-    """The gradient of the bias joins those of the weights."""
+    """The gradient of the bias joins the gradients of the weights."""
     cell = Recurrent(30, known=known)
     bias = af.placeholder("float32", (16 * WIDTH,), name="bias")
     c = af.placeholder("float32", (8 if known else None, 4 * WIDTH), name="c")
@@ -87,7 +87,7 @@ async def test_an_lstm_with_a_bias(graph: af.Graph, known: bool) -> None:
 
 
 async def test_gradients_through_nested_loops_and_scan(graph: af.Graph) -> None:
-    """An inner loop's sums are those of each iteration of the outer one."""
+    """An inner loop's sums belong to each iteration of the outer one."""
     cell = Recurrent(12)
 
     def inner(h: af.Tensor) -> af.Tensor:
@@ -168,7 +168,7 @@ async def test_what_the_loop_reads_stays_in_it(graph: af.Graph) -> None:
 
 
 async def test_values_streamed_out_of_the_loop_stay_in_it(graph: af.Graph) -> None:
-    """Somebody looks at each total."""
+    """Each total is read."""
     sums = Sums(steps=4)
     seen: list[af.Tensor] = []
 
@@ -186,7 +186,7 @@ async def test_values_streamed_out_of_the_loop_stay_in_it(graph: af.Graph) -> No
 
 
 async def test_rows_of_changing_number(graph: af.Graph) -> None:
-    """A block takes so many rows as come; more than it holds, or of another width, begin another."""
+    """A block takes any number of rows; rows beyond its size, or of another width, begin another block."""
     sums = Sums(rows=200, known=False)
     n = af.placeholder("int64", (None,), name="n")
     total = af.while_loop(
@@ -290,7 +290,7 @@ def test_a_product_of_many_rows_is_not_worth_copying_them() -> None:
 async def test_large_products_are_added_several_at_a_time(
     graph: af.Graph, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of an LSTM's weights, 64 rows of hidden 512; on several streams blocks are smaller."""
+    """The products are gradients of an LSTM's weights, 64 rows of hidden 512; blocks are smaller on several streams."""
     steps, rows, width = 4, 64, 512
     x = af.ones((rows, 2 * width), dtype="float32")
     w, bias = (af.placeholder("float32", shape) for shape in ((2 * width, 4 * width), (4 * width,)))

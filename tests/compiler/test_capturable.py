@@ -1,4 +1,4 @@
-"""What may be captured in a CUDA graph, and which loops a GPU runs by itself."""
+"""Nodes that a CUDA graph may capture, and loops that a GPU runs by itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def working(*fetches: af.Tensor) -> Graph:
 
 
 def captured(fetch: af.Tensor) -> bool:
-    """Whether all that is computed for `fetch` may be captured."""
+    """Return True if all nodes for `fetch` may be captured."""
     graph = working(fetch)
     on_host = find_host_values(graph)
     return all(may_be_captured(node, on_host) for node in graph.nodes if node.op.name not in ("feed", "fetch"))
@@ -230,7 +230,7 @@ def test_a_loop_in_a_loop_that_the_host_drives(x: af.Tensor, n: af.Tensor) -> No
 
 
 def test_what_follows_from_a_counter_of_the_device_is_not_on_the_host(x: af.Tensor) -> None:
-    """A loop that takes a value from another one that was replaced has to find it on the device."""
+    """A loop that takes a value of another, replaced loop has to find it on the device."""
     count, y = newton(x)
     _, again = af.while_loop(lambda i, z: af.max(z) < 9, lambda i, z: (i + 1, z + 1), (count + 1, y))
     graph = working(count * 2, again)

@@ -1,4 +1,4 @@
-"""Which values a loop saves for its gradient, and which ones the gradient computes again."""
+"""Values that a loop saves for its gradient, and values that the gradient computes again."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_user_op_is_never_run_twice(graph: af.Graph, free: None) -> None:
 
 
 def test_a_mask_of_the_counter_is_not_saved(graph: af.Graph, free: None) -> None:
-    """Counters, captures and constants are there for nothing, and so is what is cheap to make of them."""
+    """Counters, captures and constants cost nothing, and cheap functions of them cost little."""
     x, lengths = af.placeholder("float32", (64, 8)), af.placeholder("int32", (64, 1))
 
     def body(i: Any, v: Any) -> tuple[Any, Any]:
@@ -278,7 +278,7 @@ def straight_program(seed: int) -> tuple[Any, Any]:
 
 
 def fewest_bytes(loop: WhileNode) -> tuple[int, int]:
-    """What is saved now, and the best of all subsets of the values from which that may be computed."""
+    """Return the bytes that are saved now, and the least bytes of all subsets that suffice."""
     needed = [store.value for store in stores_of(loop)]
     variables = dict(loop.carried)
     captured = loop.captured(loop.body)

@@ -158,7 +158,7 @@ def test_branches_for_their_effects(graph: af.Graph) -> None:
 
 
 def test_captures_are_the_outer_variables(graph: af.Graph) -> None:
-    """What a loop does not change is computed once and costs nothing an iteration."""
+    """Values that a loop does not change are computed once and cost nothing an iteration."""
     x = af.placeholder("int64", (), name="x")
     scale = x * 3
     code = region_code(graph, af.while_loop(lambda i: i < scale, lambda i: i + scale, (x,), name="loop"))
@@ -209,7 +209,7 @@ async def test_large_values_are_let_go_after_their_last_use() -> None:
 
 
 def test_the_source_goes_with_the_function(graph: af.Graph) -> None:
-    """A service whose graphs grow compiles for ever; what it no longer uses must not stay in `linecache`."""
+    """A service whose graphs grow compiles for ever; code that it no longer uses must not stay in `linecache`."""
     code = region_code(graph, af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,)))
     filename = code.filename
     assert filename in linecache.cache
@@ -253,7 +253,7 @@ def test_names_are_python_names(graph: af.Graph) -> None:
 
 
 NAMES = texts(min_size=1, max_size=4).filter(is_name)
-"""What a node may be called; of those that came out wrong each once."""
+"""Names that a node may have; names that failed before come once each."""
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -490,7 +490,7 @@ def _kept_by_a_variable(n: Any, x: Any) -> Any:
 
 
 def _kept_by_the_predicate(n: Any, x: Any) -> Any:
-    """The predicate hands the loop variable to somebody who keeps it."""
+    """The predicate passes the loop variable to a user function that keeps it."""
     v = af.Variable(np.zeros(x.shape, np.float32), name="v")
 
     def condition(i: Any, y: Any) -> Any:
@@ -543,7 +543,7 @@ def _growing(n: Any, x: Any) -> Any:
 
 
 def _changed(n: Any, x: Any) -> Any:
-    """Rows that are written where they stand, twice in a step, or added to; what they were before is fetched, too."""
+    """Rows that are written in place, twice in a step, or added to; their earlier values are fetched, too."""
 
     def body(i: Any, y: Any, z: Any, w: Any) -> Any:
         y = af.index_update(y, i % 2, x[1] * 2 + af.astype(i, "float32"))
@@ -555,7 +555,9 @@ def _changed(n: Any, x: Any) -> Any:
 
 
 def _changed_while_it_is_read(n: Any, x: Any) -> Any:
-    """By nodes behind the change, by what is written, by a TensorArray, by another variable, and by a predicate."""
+    """Rows that are read after the change: by nodes, by the written values, a TensorArray, another variable, and a
+    predicate.
+    """
     array = af.TensorArray("float32", 0, dynamic_size=True, element_shape=x.shape)
 
     def body(i: Any, a: Any, b: Any, c: Any, d: Any, e: Any, kept: Any) -> Any:
@@ -583,7 +585,7 @@ def _changed_while_it_is_read(n: Any, x: Any) -> Any:
 
 
 def _changed_in_an_inner_loop(n: Any, x: Any) -> Any:
-    """Which begins with what the outer one has kept, or with its own last result."""
+    """The inner loop begins with a value that the outer one has kept, or with its own last result."""
 
     def inner(y: Any) -> Any:
         return af.while_loop(lambda j, _: j < 2, lambda j, y: (j + 1, af.index_add(y, j, 1.0)), (0, y))[1]
@@ -616,7 +618,7 @@ BUFFERS = [
 async def test_no_buffer_is_written_that_is_still_read(
     graph: af.Graph, program: Callable[[Any, Any], Any], rows: int, trips: int
 ) -> None:
-    """Whatever is reused for speed, every value is what it is without regions; feeds are never written to."""
+    """Every value is the same as without regions, although buffers are reused for speed; feeds are never written to."""
     n, x = af.placeholder("int64", ()), af.placeholder("float32", (rows, rows))
     fetches = program(n, x)
     fed = np.arange(rows * rows, dtype=np.float32).reshape(rows, rows) / 100
@@ -692,7 +694,7 @@ async def test_random_bodies_that_change_places(graph: af.Graph, seed: int) -> N
 
 
 def test_rows_of_a_loop_variable_are_written_in_place(graph: af.Graph) -> None:
-    """Where nobody else has it or looks at it any more: here not at `z`, which is read behind its change."""
+    """Writing in place needs a variable that is not read any more: here not `z`, which is read behind its change."""
     x = af.placeholder("float32", (40, 40))
 
     def body(i: Any, y: Any, z: Any) -> Any:
@@ -744,7 +746,7 @@ def test_what_a_loop_is_lent_is_written_to_unless_it_fails(graph: af.Graph, ends
 async def test_random_bodies_with_buffers(graph: af.Graph, seed: int) -> None:
     """Any mix of views, branches and inner loops, over loop variables that change places.
 
-    In the last ones products read what is made of a transpose, whose last bits depend on its order in memory.
+    In the last seeds products read results of a transpose, whose last bits depend on its order in memory.
     """
     random = np.random.default_rng(seed)
     step, n = random_step(random), af.placeholder("int64", ())
@@ -899,7 +901,7 @@ async def test_an_error_names_the_node_and_its_iteration(graph: af.Graph, region
 
 
 async def test_an_error_in_a_predicate(graph: af.Graph, regions: bool) -> None:
-    """The iteration is the one that would begin."""
+    """The error names the iteration that would begin."""
     table = af.placeholder("bool", (3,), name="table")
     (count,) = af.while_loop(lambda i: table[i], lambda i: i + 1, (0,), name="loop")
     async with af.Session(graph, regions=regions) as session:
@@ -1009,7 +1011,7 @@ async def test_a_concatenation_writes_to_a_buffer(graph: af.Graph) -> None:
 async def test_the_last_iteration_leaves_out_what_a_further_one_would_read(
     graph: af.Graph, monkeypatch: pytest.MonkeyPatch, trips: int, fetched: str
 ) -> None:
-    """Nobody asks for the product that it would begin with; whoever fetches the variable does."""
+    """The product that only a further iteration would read is left out, unless the variable is fetched."""
     random, multiplied, multiply = np.random.default_rng(0), [], np.matmul
 
     def counting(*operands: Any, **options: Any) -> Any:

@@ -54,7 +54,7 @@ def random_step(random: np.random.Generator) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("seed", range(30))
 async def test_random_bodies_of_open_rows(graph: af.Graph, seed: int) -> None:
-    """In loops and outside; rows that broadcast; what is fed, fetched or kept is left alone."""
+    """Bodies in loops and outside; rows that broadcast; fed, fetched and kept values are left alone."""
     random = np.random.default_rng(seed)
     step, n = random_step(random), af.placeholder("int64", ())
     start = [af.placeholder("float32", (None, 40)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What was asked of placement: requests, colocation, kernels, and what is said when it cannot be had."""
+"""Placement constraints: requests, colocation, kernels, and the messages of constraints that cannot be met."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_loop_by_hand_stays_together_where_one_device_is_asked_for() -> None:
 
 
 def test_a_loop_by_hand_is_cut_where_two_are_asked_for() -> None:
-    """B11. What it asked for is heard, and what asked for nothing is on one of the two or anywhere."""
+    """B11. Requested nodes are on their devices, and the others on one of the two or anywhere."""
     graph, left, _ = by_hand("sim:1", "sim:2")
     found = placed(graph, [left], devices("sim:0", "sim:1", "sim:2"))
     assert found.placement.devices["add"] == "sim:1"

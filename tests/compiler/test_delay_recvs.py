@@ -50,7 +50,7 @@ def devices(*names: str) -> list[Device]:
 def delays(
     graph: af.Graph, fetches: Sequence[Any], *, names: Sequence[str] = ("cpu:0", "sim:0", "sim:1"), **options: Any
 ) -> dict[str, str]:
-    """What each delayed Recv waits for, by the names of both."""
+    """Return the names of the nodes that delayed Recvs wait for, by the names of the Recvs."""
     return {recv.name: recv.control_inputs[-1].name for recv in delayed(graph, fetches, names=names, **options)[1]}
 
 
@@ -92,7 +92,7 @@ def on(device: str, *inputs: af.Tensor, **options: Any) -> af.Tensor:
 def test_a_value_needed_late_is_fetched_late(graph: af.Graph, x: af.Tensor) -> None:
     """The transfer takes 1.1 ms, and from the end of ``step_3`` on 2 ms are left.
 
-    It waits for what is before that, ``step_2``, because ``step_3`` is launched before a Recv that waits for the same.
+    It waits for ``step_2``, because ``step_3`` is launched before a Recv that waits for the same node.
     """
     value = on("sim:0", x, shape=MEGABYTE, name="value")
     with af.device("sim:1"):
@@ -105,7 +105,7 @@ def test_a_value_needed_late_is_fetched_late(graph: af.Graph, x: af.Tensor) -> N
     [(160, "step_3"), (512, "step_2"), (660, "step_2"), (768, "step_1"), (2048, None)],
 )
 def test_the_larger_the_value_the_earlier(graph: af.Graph, x: af.Tensor, edge: int, waits_for: str | None) -> None:
-    """One that takes longer than half of what comes before it is used, is not worth waiting with."""
+    """A Recv is not delayed if it takes longer than half of the work before the use of its value."""
     value = on("sim:0", x, shape=(edge, edge), name="value", ms=0.0)
     with af.device("sim:1"):
         late = work(chain(x, 6), value, name="late")
@@ -156,7 +156,7 @@ def test_a_value_made_late_is_fetched_at_once(graph: af.Graph, x: af.Tensor) -> 
 
 
 def test_work_elsewhere_is_not_waited_for(graph: af.Graph, x: af.Tensor) -> None:
-    """Of the way to the user, only what is on its device."""
+    """Only work on the user's device counts."""
     value = on("sim:0", x, shape=MEGABYTE, name="value", ms=0.0)
     with af.device("sim:1"):
         first = work(x, name="first")
@@ -256,7 +256,9 @@ def test_in_a_loop_it_waits_for_a_node_of_the_same_iteration(graph: af.Graph, x:
 
 
 def test_a_capture_is_fetched_at_once(graph: af.Graph, x: af.Tensor) -> None:
-    """Its constant Enter comes after nothing: what is before the loop's first iteration need not be before it."""
+    """The constant Enter of a capture comes after nothing: work before the loop's first iteration need not come before
+    it.
+    """
     value = on("sim:0", x, shape=MEGABYTE, name="value", ms=0.0)
     with af.device("sim:1"):
         start = chain(x, 6)
@@ -272,7 +274,7 @@ def test_a_capture_is_fetched_at_once(graph: af.Graph, x: af.Tensor) -> None:
 
 
 def test_a_loop_on_the_way_is_passed_through(graph: af.Graph, x: af.Tensor) -> None:
-    """What follows the loop comes after what precedes it, and may wait for the loop's Exit."""
+    """Work after the loop comes after the work before it, and may wait for the loop's Exit."""
     value = on("sim:0", x, shape=MEGABYTE, name="value", ms=0.0)
 
     def body(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
@@ -288,7 +290,7 @@ def test_a_loop_on_the_way_is_passed_through(graph: af.Graph, x: af.Tensor) -> N
 
 
 def test_in_a_branch_it_waits_for_a_node_of_the_same_branch(graph: af.Graph, x: af.Tensor) -> None:
-    """What is outside is live when the branch is not taken; waiting for that is the gate's part."""
+    """Nodes outside are live though the branch is not taken; waiting for the branch is the gate's part."""
     pred = af.placeholder("bool", ())
     with af.device("sim:1"):
         before = chain(x, 6, name="before")
@@ -398,7 +400,7 @@ def test_less_memory_and_no_more_time(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("host", ["c++", "asyncflow"])
 def test_memory_is_taken_when_the_copy_is_due(host: str) -> None:
-    """However far ahead the host launches: a value's memory is used again by those that come after it."""
+    """A value's memory is used again by later values, however far ahead the host launches."""
     n = 512
     nbytes = 4 * n * n
     value, time_ns, peak = simulate(n, plain_steps, host)

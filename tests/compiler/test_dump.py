@@ -1,4 +1,4 @@
-"""What passes change, as text."""
+"""Changes of passes, as text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def y(x: af.Tensor) -> af.Tensor:
 
 
 def changes(fetch: af.Tensor, feed: af.Tensor, **options: object) -> dict[str, str]:
-    """What each pass that runs changes, in the order in which they run."""
+    """Return the changes of each pass that runs, in the order in which passes run."""
     told: dict[str, str] = {}
 
     def tell(name: str, change: str) -> None:

@@ -68,7 +68,7 @@ def assert_same(got: Sequence[Any], want: Sequence[Any]) -> None:
 
 
 def fuse_and_compare(graph: Graph, results: Sequence[Tensor], feeds: Mapping[Tensor, Any], xp: Any) -> list[Node]:
-    """The line after fusing; what it gives is what it gave before."""
+    """Return the line after fusing, which computes the same results as before."""
     nodes = line_of(graph)
     want = run_line(nodes, feeds, results)
     made, fused_results = fuse_line(nodes, results)

@@ -1,4 +1,4 @@
-"""What compiled runs say they hold, beside what Python's allocator says."""
+"""Bytes that compiled runs report, compared with Python's allocator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def straight_line(*, known: bool = True) -> Program:
 
 
 def repeated(step: Callable[[Any, Any], Any], n: int = 40, *, known: bool = True, gradient: bool = True) -> Program:
-    """`step` of the last value and the first one, so many times, and its gradient."""
+    """Repeat `step` of the last value and the first one, `n` times, with its gradient."""
 
     def program() -> Any:
         x, feeds = fed(256, 256, known=known)

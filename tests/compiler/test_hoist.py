@@ -1,4 +1,4 @@
-"""`hoist`: what does not change from iteration to iteration is computed in front of the loop, if it cannot fail."""
+"""`hoist`: values that do not change from iteration to iteration are computed before the loop, if they cannot fail."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_out_of_nested_loops_all_the_way(graph: af.Graph) -> None:
 
 
 def test_extents_that_only_a_run_knows_are_asked_for_once(graph: af.Graph) -> None:
-    """Looking at a shape cannot fail, whatever the shape is; adding up what may not fit can."""
+    """Looking at a shape cannot fail, but an addition of unknown shapes can."""
     x, y = af.placeholder("float64", (None, 2)), af.placeholder("float64", (None, 2))
     _, total = af.while_loop(
         lambda i, s: i < 3, lambda i, s: (i + 1, s + af.astype(af.shape(x)[0], "float64") + af.sum(x + y)), (0, 0.0)

@@ -24,7 +24,7 @@ def needed(graph: af.Graph, tensors: tuple[af.Tensor, ...]) -> af.Graph:
 
 
 def on_host(graph: af.Graph, *tensors: af.Tensor) -> list[bool]:
-    """Whether each tensor's value is on the host for certain."""
+    """Return for each tensor True if its value is certainly on the host."""
     found = {(tensor.node.name, tensor.index) for tensor in find_host_values(needed(graph, tensors))}
     return [(tensor.node.name, tensor.index) in found for tensor in tensors]
 
@@ -80,7 +80,9 @@ def test_a_branch_is_on_the_host_if_both_sides_are(graph: af.Graph) -> None:
 
 
 def test_vectors_that_are_on_the_host_now_and_then(graph: af.Graph) -> None:
-    """A shape in one branch or iteration and data in the next; but not what is always a shape, or always data."""
+    """Vectors are shapes in one branch or iteration and data in the next; other vectors are always shapes, or always
+    data.
+    """
     n, x, y = af.placeholder("int64", ()), af.placeholder("int64", (2,)), af.placeholder("float32", (None, None))
 
     def loop(initial: af.Tensor, update: Callable[[af.Tensor], af.Tensor]) -> af.Tensor:
@@ -156,7 +158,7 @@ def test_an_index_that_is_on_the_device_has_to_be_waited_for(graph: af.Graph) ->
 
 
 def test_numbers_that_loops_save(graph: af.Graph) -> None:
-    """Gradients of inner loops count down from what those have counted: the host decides, and waits for nothing."""
+    """Gradients of inner loops count down from the counts of these loops: the host decides, and waits for nothing."""
     x = af.placeholder("float32", (3,))
 
     def inner(n: Any, y: Any) -> Any:

@@ -62,7 +62,7 @@ def x() -> af.Tensor:
 
 
 def test_what_only_feeds_another_region_is_part_of_it(x: af.Tensor) -> None:
-    """Whoever waits for a value from the other card wants what has been computed meanwhile, and nobody else does."""
+    """Only the reader of the value from the other card needs the results that were computed meanwhile."""
     with x.graph:
         far = _step(x, "far")
         end = _step(_step(x, "near") + far, "end")
@@ -105,7 +105,9 @@ def test_unsent_nodes_follow_sent_ones_unless_that_takes_long(x: af.Tensor) -> N
 
 @pytest.mark.parametrize(("comes_back", "expected"), [(False, "sent"), (True, "heavy")])
 def test_in_a_loop_a_delay_counts_each_time_only_on_a_cycle(x: af.Tensor, comes_back: bool, expected: str) -> None:
-    """What is sent on is late once, as a pipeline fills; what comes back for the next iteration, every time."""
+    """A value that is sent on is late once, as a pipeline fills; a value that comes back for the next iteration is late
+    every time.
+    """
     with x.graph:
 
         def body(i: Any, here: Any, there: Any, kept: Any) -> Any:
@@ -159,7 +161,7 @@ def _training(kind: str) -> tuple[af.Graph, Any, af.Tensor]:
 
 
 def _calls(graph: af.Graph, slopes: Any, steps: af.Tensor, count: int) -> tuple[Counter[Call], list[Any]]:
-    """What the host does in a run of so many time steps, and what comes of it."""
+    """Return the host's calls in a run of `count` time steps, and the results."""
 
     async def main() -> tuple[Counter[Call], list[Any]]:
         async with af.Session(graph) as session:

@@ -20,7 +20,7 @@ CARD = cast("AsynchronousDevice", SimpleNamespace(xp=SimpleNamespace(full=np.ful
 
 
 def calls_of(node: Node, *inputs: Value) -> int:
-    """How often the kernel of a node is called in one firing, if it gives an array of the host."""
+    """Return the number of kernel calls in one firing of a node, if its result is an array of the host."""
     calls = []
 
     def kernel(*given: Value) -> Value:
@@ -42,7 +42,7 @@ def test_numbers_of_the_host_are_put_on_the_card_for_a_second_call() -> None:
 
 
 def test_what_reads_a_store_is_called_once() -> None:
-    """The store gives up what is read: a second call would find nothing."""
+    """The store gives up an element once read: a second call would find nothing."""
     with af.Graph():
         read = saved_value(new_store(), af.placeholder("int64", ()), af.spec("float32", (2,)))
     assert calls_of(read.node, object(), np.int64(0)) == 1

@@ -1,4 +1,4 @@
-"""Which reads of saved values are the last."""
+"""The last reads of saved values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def in_another_loop(x: Any) -> Any:
 
 
 def second(x: Any) -> Any:
-    """The first gradient loop is differentiated, and what it read is read again."""
+    """The first gradient loop is differentiated, and its reads are repeated."""
     return af.gradients(slope(x), x)
 
 
@@ -90,7 +90,7 @@ def second(x: Any) -> Any:
 async def test_a_read_is_the_last_if_no_other_can_come(
     session: af.Session, graph: af.Graph, build: Callable[[Any], Any], last: str
 ) -> None:
-    """Results are those without the pass, whatever it says."""
+    """Results equal the results without the pass."""
     x = af.placeholder("float64", (3,))
     y = build(x)
     plan = session.plan(y, [x])
@@ -133,7 +133,7 @@ def slope_through_rows(x: Any) -> Any:
 
 
 def slope_of_rows_that_read_one_another(x: Any) -> Any:
-    """What is added to their sums in the loop that reads them has versions."""
+    """Additions to the sums of rows, in the loop that reads them, have versions."""
     _, rows = af.while_loop(
         lambda i, *_: i < 5,
         lambda i, rows: (i + 1, rows.append(af.sin(rows.slice(i, i + 1)))),
@@ -143,7 +143,7 @@ def slope_of_rows_that_read_one_another(x: Any) -> Any:
 
 
 def one_element_again_and_again(x: Any) -> Any:
-    """What is read five times has five gradients, and each is one of the others' when differentiated."""
+    """An element that is read five times has five gradients, and each depends on the others in the second gradient."""
     array = af.TensorArray("float64", 1, element_shape=(3,), clear_after_read=False).write(0, x)
     _, total = af.while_loop(lambda i, _: i < 5, lambda i, s: (i + 1, s * array.read(0)), (0, af.ones_like(x)))
     return af.gradients(af.gradients(af.sum(total), x), x)
@@ -168,7 +168,7 @@ def two_readers(x: Any) -> Any:
 async def test_a_gradient_of_an_element_is_read_last_where_that_was_written_once(
     session: af.Session, graph: af.Graph, build: Callable[[Any], Any], last: int | None
 ) -> None:
-    """Results are those without the pass."""
+    """Results equal the results without the pass."""
     x = af.placeholder("float64", (3,))
     y = build(x)
     plan = session.plan(y, [x])

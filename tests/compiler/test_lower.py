@@ -40,7 +40,7 @@ def test_a_cond_is_a_switch_per_capture_and_a_merge_per_result(graph: af.Graph) 
 
 
 def test_what_nothing_else_holds_back_waits_for_its_branch(graph: af.Graph) -> None:
-    """Constants cost nothing and need not wait; what is made of them, and what has no inputs, does."""
+    """Constants cost nothing and need not wait; values made of them, and nodes without inputs, do wait."""
     pred, v = af.placeholder("bool", (), name="pred"), af.Variable(0, name="v")
     picked = af.cond(pred, v.read, lambda: af.negative(af.constant(7)), name="pick")
     assert lowered(graph, [picked]) == golden("""

@@ -362,7 +362,7 @@ async def test_messages_of_a_branch(graph: af.Graph, taken: bool, messages: int)
 
 
 def nest(n: af.Tensor, places: Sequence[str]) -> af.Tensor:
-    """A loop in a branch in a loop, and what is in each goes round the devices."""
+    """A loop in a branch in a loop; the values in each go round the devices."""
     outermost, branch, innermost = places
 
     def inner(j: af.Tensor, t: af.Tensor) -> tuple[af.Tensor, af.Tensor]:

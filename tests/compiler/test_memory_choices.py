@@ -128,7 +128,9 @@ FIGURES = st.builds(
 @given(figures=FIGURES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_the_choice_is_about_as_good_as_the_best_of_all(figures: LoopFigures) -> None:
-    """Lengths of segments are whole numbers, so that what is held is not quite convex; else it is the best."""
+    """Lengths of segments are whole numbers, so the held bytes are not quite convex; otherwise the choice is the
+    best.
+    """
     chosen = choose_way(figures)
     fitting = [way for way in every_way(figures) if fits(way, figures)]
     assert fits(chosen, figures) == bool(fitting)

@@ -1,4 +1,4 @@
-"""The values to keep and those to compute again are those of least cost: compared with all ways to choose."""
+"""The cut between kept values and values to compute again has the least cost of all ways to choose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_graph(seed: int, count: int) -> Graph:
 
 
 def computed_again(kept: Collection[int], graph: Graph) -> set[int] | None:
-    """What has to be computed again if these values are kept; None where that cannot be done."""
+    """Return the values to compute again if these values are kept; None if that is impossible."""
     _, prices, inputs, needed = graph
     found: set[int] = set()
     open_ = [value for value in needed if value not in kept]
@@ -53,7 +53,7 @@ def test_no_other_choice_is_better(seed: int) -> None:
 
 
 def test_equal_choices_compute_least_again() -> None:
-    """A chain of values that cost the same: the last is kept, which is the one that is needed."""
+    """In a chain of values of equal cost the last one is kept, which is the needed value."""
     cut = smallest_cut([5] * 4, [None, 0, 0, 0], [[], [0], [1], [2]], [3])
     assert cut == (frozenset({3}), frozenset())
 

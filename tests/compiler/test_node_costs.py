@@ -1,4 +1,4 @@
-"""What kernels are guessed to take: a guess for every node, whatever is known of its shapes."""
+"""Estimates of kernel times: every node has one, however little is known of its shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANY_SHAPES = (free, moving, moving_all, per_input_element, several_passes, sorti
 
 
 def build_all(x: af.Tensor, y: af.Tensor) -> None:
-    """A node of each op whose arithmetic is found from more than shapes, and those of the gradients."""
+    """Build a node of each op whose arithmetic depends on more than shapes, and of their gradients."""
     i = af.placeholder("int64", ())
     rows = af.placeholder("int64", (None,))
     products = [af.matmul(x, y), af.vecdot(x, y), af.einsum("abc,cab->b", x, y)]
@@ -89,7 +89,7 @@ async def test_tensordot_over_a_third_axis_of_unknown_rank(graph: af.Graph) -> N
 
 @pytest.mark.parametrize("shape", [None, (None,), (3,)])
 async def test_a_cost_that_fails_is_told_and_counts_as_none(graph: af.Graph, shape: Any) -> None:
-    """What a user says of an op's cost cannot fail a run; of a rank that was guessed, nothing is told."""
+    """A user's wrong cost cannot fail a run; nothing is reported if the rank was guessed."""
 
     @af.op(outputs=lambda x: x, cost=lambda inputs, outputs: inputs[0][2] * 10)
     def double(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`ordered`: things behind what they need, and else where they stood."""
+"""`ordered`: things come after the things that they need, and otherwise keep their order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncflow.errors import InternalError
 
 @given(st.permutations(range(8)), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=16))
 def test_each_stands_behind_its_needs(things: list[int], pairs: list[tuple[int, int]]) -> None:
-    """What is needed and is none of them does not count."""
+    """A needed thing that is not among them does not count."""
     needs = {thing: [other for one, other in pairs if one == thing and other > thing] for thing in things}
     found = ordered(things, needs.__getitem__)
     assert sorted(found) == sorted(things)

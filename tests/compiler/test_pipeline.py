@@ -1,4 +1,4 @@
-"""The list of passes: names, rules, and programs without each of those that may be left out."""
+"""The list of passes: names, rules, and programs without each optional pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def of_gradients(x: af.Tensor) -> af.Tensor:
 
 
 def of_a_long_loop(x: af.Tensor) -> af.Tensor:
-    """One that saves 10 MiB."""
+    """A loop that saves 10 MiB."""
     y = af.while_loop(lambda i, _: i < 40, lambda i, h: (i + 1, af.tanh(h)), (0, x))[1]
     return af.gradients(y, x)
 
@@ -80,7 +80,7 @@ def of_cards(x: af.Tensor) -> af.Tensor:
 
 
 def of_a_gradient(x: af.Tensor) -> af.Tensor:
-    """A loop that saves values, and one that reads them."""
+    """A loop that saves values, and a loop that reads them."""
     y = af.while_loop(lambda i, _: i < STEPS, lambda i, h: (i + 1, af.tanh(h)), (0, x))[1]
     return af.gradients(y, x)
 
@@ -100,7 +100,9 @@ CONCERNED: dict[str, tuple[Callable[[af.Tensor], af.Tensor], dict[str, Any]]] = 
 
 @pytest.mark.parametrize("name", [each.name for each in PASSES if not each.needed and each.name != "delay_recvs"])
 async def test_a_program_gives_the_same_without(name: str) -> None:
-    """So do the programs of `test_delay_recvs`, and those of the conformance suite; see `tests.cells.WITHOUT`."""
+    """The programs of `test_delay_recvs` and of the conformance suite also run without passes; see
+    `tests.cells.WITHOUT`.
+    """
     build, options = CONCERNED.get(name, (of_one_device, {}))
     with af.Graph() as graph:
         x = af.placeholder("float32", (WIDTH, WIDTH))

@@ -1,4 +1,4 @@
-"""Where nodes go that may go to several devices."""
+"""Devices of nodes that may run on several."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FOLLOWERS = {"parameter", "while", "cond", "fetch"}
 
 
 def prepared(choose: Random, n_devices: int) -> tuple[Graph, dict[str, str]]:
-    """A program's graph, ready to be placed, and what was asked for its nodes."""
+    """Return a program's graph, ready to be placed, and the requests for its nodes."""
     graph = build(write_program(choose.randrange), choose.choice([1, 4, 32])).graph
     feeds = [node.outputs[0] for node in graph.nodes if node.op.name == "placeholder"]
     results = [tensor for node in graph.nodes for tensor in node.outputs][-3:]

@@ -1,4 +1,4 @@
-"""How good placement is: against the best of all placements, by a simulation of its own."""
+"""Quality of placement: compared with the best of all placements, in a simulation of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A node: what it needs, how long it takes, how large a value it makes, and which jobs it is colocated with."""
+    """A node: its needs, its time, the size of its value, and the jobs that it is colocated with."""
 
     needs: tuple[int, ...]
     ms: float
@@ -29,7 +29,9 @@ class Job:
 
 
 def run(jobs: Sequence[Job], where: Sequence[int], on: Sequence[Device]) -> float:
-    """When all jobs are done. A device takes the job that was ready first; every transfer has a link of its own."""
+    """Return the time when all jobs are done. A device takes the job that was ready first; every transfer has its own
+    link.
+    """
     done: dict[int, float] = {}
     free = [0.0] * len(on)
     waiting = set(range(len(jobs)))
@@ -63,7 +65,7 @@ def best(jobs: Sequence[Job], on: Sequence[Device]) -> float:
 
 
 def found(jobs: Sequence[Job], on: Sequence[Device]) -> list[int]:
-    """Where `place` has the jobs."""
+    """Return the devices on which `place` puts the jobs."""
     with af.Graph() as graph:
         made: list[af.Tensor] = []
         for job in jobs:
@@ -143,7 +145,7 @@ def chains(n: int, length: int) -> list[Job]:
 
 
 def machine(*slowness: float) -> list[Device]:
-    """Devices with fast links, each so many times slower than the usual one."""
+    """Return devices with fast links, each slower than the usual one by its factor."""
     each = [
         devices(f"sim:{index}", slowness=slow, latency=2e3, ns_per_byte=0.02) for index, slow in enumerate(slowness)
     ]

@@ -1,4 +1,4 @@
-"""What becomes of saved values where memory is short: chosen by figures, the same bits, and predicted about right."""
+"""Saved values where memory is short: choices by figures, the same bits, and predictions that are about right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK_LINK = "k40, pcie5"
 
 
 def loop(x: af.Tensor, w: af.Tensor, n: Any = STEPS, **options: Any) -> af.Tensor:
-    """Saves the state and what it is made of, both of which a product gives."""
+    """A loop that saves its state and the operands of the state, both results of a product."""
 
     def body(i: af.Tensor, y: af.Tensor) -> Any:
         z = y @ w
@@ -34,14 +34,14 @@ def loop(x: af.Tensor, w: af.Tensor, n: Any = STEPS, **options: Any) -> af.Tenso
 
 
 def nested(x: af.Tensor, w: af.Tensor, **options: Any) -> af.Tensor:
-    """What inner loops save is a value of the outer one."""
+    """A nested loop: the values that inner loops save are a value of the outer one."""
     body: Any = lambda i, y: (i + 1, loop(y, w, 4))  # noqa: E731
     found: af.Tensor = af.while_loop(lambda i, _: i < STEPS // 4, body, (0, x), **options)[1]
     return found
 
 
 def with_an_op_of_a_user(x: af.Tensor, w: af.Tensor) -> af.Tensor:
-    """It may not run again, but what does not need it may be computed again."""
+    """A loop whose user op may not run again, while other values may be computed again."""
     spec = af.spec("float32", (SIDE, SIDE))
     noted = af.op(outputs=spec, gradient=lambda inputs, outputs, grad: grad)(lambda y: y + 0)
 
@@ -54,7 +54,7 @@ def with_an_op_of_a_user(x: af.Tensor, w: af.Tensor) -> af.Tensor:
 
 @dataclass
 class Outcome:
-    """What a gradient came to, and its plan."""
+    """The results of a gradient, and its plan."""
 
     values: list[Any]
     peak: int
@@ -99,10 +99,10 @@ async def test_nothing_is_done_where_all_fits() -> None:
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 async def test_what_does_not_fit_is_computed_again(share: float, regions: bool) -> None:
-    """The same bits, within the limit, which is predicted.
+    """Values that do not fit are computed again: the same bits, within the limit, as predicted.
 
-    Without regions a gradient's iterations may begin ahead of one another, as kernels happen to end, and would hold
-    what they make of saved values: they begin as there is room.
+    Without regions a gradient's iterations may begin ahead of one another, as kernels happen to end. They would hold
+    the values that they compute from saved ones, so they begin when there is room.
     """
     usual = await train(regions=regions, memory_limit=1 << 30, loop_batching=False)
     limit = int(share * usual.peak)
@@ -299,13 +299,13 @@ async def test_why_nothing_is_predicted_is_said() -> None:
 
 @pytest.fixture
 def computes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a k40 takes longer for an iteration than its host, and than copies of what it saves."""
+    """Make a k40 take longer for an iteration than its host, and than copies of the saved values."""
     monkeypatch.setattr(sys.modules[__name__], "SIDE", 320)
 
 
 @pytest.mark.parametrize("host", ["c++", "asyncflow"])
 def test_nothing_moves_while_no_more_is_held_than_was_predicted_to_fit(host: str) -> None:
-    """Above 70 % of the limit, too: it would take time, and make room for nobody."""
+    """This holds above 70 % of the limit, too: moving would take time, and no run would use the room."""
     usual = on_card(host=host, memory_limit=1 << 30)
     (planned,) = usual.planned
     less = on_card(host=host, memory_limit=int(planned.kept_all / 0.84))
@@ -357,7 +357,7 @@ def test_the_first_run_of_a_plan_that_moves_values_is_as_quick_as_the_next(choic
 
 @pytest.mark.parametrize("share", [0.6, 0.4])
 def test_values_of_loops_in_one_another_are_chosen_together(share: float) -> None:
-    """Where nothing was planned for them, the gradient did not fit; the same bits."""
+    """The gradient did not fit without a plan for the values of inner loops; the bits are the same."""
     usual = on_card(nested, memory_limit=1 << 30)
     less = on_card(nested, memory_limit=int(share * usual.peak))
     (planned,) = less.planned
@@ -393,7 +393,9 @@ def test_nothing_moves_where_starting_a_copy_takes_longer_than_computing_again()
 
 @pytest.mark.parametrize("host", ["c++", "asyncflow"])
 def test_the_time_of_an_iteration_is_predicted(host: str) -> None:
-    """Where the host is what is busy, too: numbers, values that are saved and loops' variables take it some time."""
+    """The prediction also holds if the host is the busy part: numbers, saved values and loops' variables take it some
+    time.
+    """
     short, long = [on_card(partial(loop, n=n), "h100", host, memory_limit=1 << 30) for n in (20, 60)]
     predicted_ns = long.planned[0].way.ns - short.planned[0].way.ns
     assert predicted_ns / 1e9 == pytest.approx(long.seconds - short.seconds, rel=0.01)
@@ -402,7 +404,9 @@ def test_the_time_of_an_iteration_is_predicted(host: str) -> None:
 @pytest.mark.parametrize("choice", ["auto", "recompute"])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_loops_of_several_cards_stay_each_on_its_own(is_known: bool, choice: Any) -> None:
-    """What runs again for a gradient is placed with the loop: nothing is sent, and it takes no longer than alone."""
+    """Nodes that run again for a gradient are placed with the loop: nothing is sent, and each takes as long as
+    alone.
+    """
 
     async def step(cards: int) -> float:
         with af.Graph() as graph:

@@ -1,4 +1,4 @@
-"""What no value needs any more goes, at any depth; what may fail stays."""
+"""Nodes that no value needs are removed, at any depth; nodes that may fail stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pruned(program: Graph) -> Graph:
 
 
 def loops(program: Graph) -> list[WhileNode]:
-    """From the outermost inward, those that stand first before those behind them."""
+    """Return the loops, outermost first, in the order of the program."""
     return [node for node in program.walk() if isinstance(node, WhileNode)]
 
 
@@ -60,7 +60,7 @@ def test_a_saved_value_that_the_innermost_gradient_no_longer_reads_is_not_saved(
 
 
 def test_loop_variables_and_results_of_branches_that_nothing_needs_go(graph: af.Graph) -> None:
-    """Those that only make one another do as well."""
+    """Variables that only make one another are removed as well."""
     x, n = af.placeholder("float32", (3,)), af.placeholder("int32", ())
 
     def body(i: Any, y: Any, a: Any, b: Any) -> Any:
@@ -80,7 +80,7 @@ def test_loop_variables_and_results_of_branches_that_nothing_needs_go(graph: af.
 
 
 def test_what_may_fail_stays(graph: af.Graph) -> None:
-    """With the loop variables that it looks at, though nothing uses what comes of it."""
+    """The node stays, with the loop variables that it reads, though its results are unused."""
     x, k = af.placeholder("float32", (3,)), af.placeholder("int32", ())
 
     def body(i: Any, k: Any, y: Any, z: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the stretches of a region are called."""
+"""Names of the stretches of a region."""
 
 from __future__ import annotations
 

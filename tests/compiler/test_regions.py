@@ -66,7 +66,7 @@ def all_members(graph: Graph) -> list[str]:
 
 
 def test_what_never_waits_is_one_region(graph: af.Graph, x: af.Tensor) -> None:
-    """Branches and loops whole; values that nobody outside needs stay inside."""
+    """Branches and loops are whole; values that are not needed outside stay inside."""
     picked = af.cond(x > 3, lambda: x * 2, lambda: x, name="pick")
     (count,) = af.while_loop(lambda i: i < picked, lambda i: i + 1, (0,), name="loop")
     made = regions_made(graph, [count, picked])
@@ -97,7 +97,7 @@ def test_constants_are_bound_and_not_passed(graph: af.Graph, x: af.Tensor) -> No
 
 @pytest.mark.parametrize("barrier", [ask, plain], ids=["coroutine op", "user's function"])
 def test_before_and_behind_a_barrier(graph: af.Graph, x: af.Tensor, barrier: Any) -> None:
-    """What a barrier waits for must not wait with what waits for the barrier."""
+    """Nodes that a barrier waits for must not wait together with nodes that wait for the barrier."""
     before = -(x * 2)
     answer = barrier(before)
     made = regions_made(graph, [-(answer + 1)])
@@ -155,7 +155,7 @@ WAITING: dict[str, tuple[bool, Build]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_a_loop_that_waits_in_turn_is_a_region_by_itself(graph: af.Graph, x: af.Tensor, name: str) -> None:
-    """One that would hold up anything while it waits is none, and nothing else joins it."""
+    """A loop that would hold up other work while it waits is no region, and nothing else joins it."""
     is_region, build = WAITING[name]
     total = build(af.FIFOQueue(10, INT, name="q"), af.Variable(0, name="v"))
     made = regions_made(graph, [-(x * 2), -(total + 1)])
@@ -215,7 +215,7 @@ def test_more_barriers_than_can_be_told_apart(graph: af.Graph, x: af.Tensor, mon
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_no_concurrency_is_lost(run: Any, graph: af.Graph, order: tuple[int, int]) -> None:
-    """Both requests are out before either has answered, and what is behind one does not wait for the other."""
+    """Both requests are sent before either is answered, and the nodes behind one do not wait for the other."""
     x = af.constant(1) + 1
     gates, passed = (Gate("first"), Gate("second")), (Gate("behind_first"), Gate("behind_second"))
     behind = [after((gate(x) * 2) + 1) for gate, after in zip(gates, passed, strict=True)]
@@ -235,7 +235,7 @@ async def test_no_concurrency_is_lost(run: Any, graph: af.Graph, order: tuple[in
 
 
 def test_regions_inside_a_loop_that_waits(graph: af.Graph, x: af.Tensor) -> None:
-    """Iterations still overlap: the loop stays primitive, with a region before and one behind what waits."""
+    """Iterations still overlap: the loop stays primitive, with a region before the waiting node and one behind it."""
 
     def body(i: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
         question = -(i * 2)
@@ -352,7 +352,7 @@ def test_control_edges_inside_a_region_are_the_order_of_its_lines(graph: af.Grap
 
 
 def test_a_constant_that_waits_is_waited_for(graph: af.Graph, x: af.Tensor) -> None:
-    """A constant with a control edge is part of the order, unlike those that are always there."""
+    """A constant with a control edge is part of the order, unlike constants without one."""
     asked = ask(x)
     with af.control_dependencies([asked]):
         five = af.constant(5, name="five")
@@ -504,7 +504,7 @@ def test_a_region_keeps_to_one_lane(graph: af.Graph, x: af.Tensor) -> None:
 
 
 def test_a_value_is_sent_as_soon_as_it_is_there(graph: af.Graph, x: af.Tensor) -> None:
-    """Neither what its lane does next nor what it does beside it is in the same region."""
+    """Later work of its lane, and parallel work, are not in the same region."""
     first = step(x, "first")
     beside = step(x, "beside")
     sent, kept = step(first, "sent"), step(first, "kept")

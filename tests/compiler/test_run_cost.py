@@ -1,4 +1,4 @@
-"""What is expected of a run follows what runs took, and neither the first one nor a slow one leads it astray."""
+"""Expectations of a run follow the times of earlier runs; neither a first run nor a slow one misleads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loops save for their gradients, as ``plan.explain(memory=True)`` tells it."""
+"""Values that loops save for their gradients, as ``plan.explain(memory=True)`` lists them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_variable_is_kept_once_unless_the_loop_changes_it(is_changed: bool) ->
 
 
 def test_a_buffer_with_two_names_counts_once() -> None:
-    """What an iteration gives is what the next begins with, and a view of it is no other buffer."""
+    """The result of an iteration is the start of the next, and its view is no other buffer."""
     with af.Graph():
         x = af.placeholder("float64", (4, 3), name="x")
 

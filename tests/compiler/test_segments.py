@@ -1,4 +1,4 @@
-"""Loops that run again in segments for their gradients: the same bits, less held, and what is never run twice."""
+"""Loops that run again in segments for their gradients: the same bits, less held, and parts that never run twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.parametrize("kept", [0, 1, 20, 60])
 @pytest.mark.parametrize("length", [None, 1, 2, 7, 50])
 def test_segments_follow_one_another(length: int | None, kept: int) -> None:
-    """Those that are kept are one."""
+    """All kept iterations are one segment."""
     found = [segment_of(number, length, kept) for number in range(50)]
     starts = [number for number in range(50) if found[number][1] == number]
     assert [segment for segment, _ in found] == [sum(start <= number for start in starts) - 1 for number in range(50)]
@@ -164,7 +164,7 @@ def test_segments_of_a_length_that_only_the_run_knows_hold_little() -> None:
 
 
 def loops_of(graph: af.Graph, fetches: Any) -> list[SegmentedLoop]:
-    """What the pass finds in a private copy of the graph, with nothing fed."""
+    """Return the loops that the pass finds in a private copy of the graph, with nothing fed."""
     return list(loops_to_segment(extract(graph, fetches, []).graph))
 
 
@@ -272,7 +272,7 @@ async def test_a_function_of_the_user_beside_the_repeated_part(graph: af.Graph, 
 
 
 async def test_effects_happen_once(graph: af.Graph, open_session: OpenSession) -> None:
-    """Beside what is run again they stay; in it they are refused."""
+    """Effects beside the repeated part stay; in it they are refused."""
     total = af.Variable(np.float64(0))
 
     def body(x: af.Tensor) -> tuple[af.Tensor]:
@@ -302,7 +302,7 @@ async def test_a_variable_that_the_loop_writes(graph: af.Graph) -> None:
 async def test_a_variable_written_between_the_loop_and_its_gradient(
     graph: af.Graph, open_session: OpenSession, length: int | None
 ) -> None:
-    """What runs again reads what the loop has read."""
+    """A repeated iteration reads the value that the loop has read."""
     scale = af.Variable(np.float64(0.5))
     start = af.constant(np.linspace(0.1, 1, WIDTH))
     _, last = af.while_loop(lambda i, _: i < N, lambda i, x: (i + 1, af.sin(x * scale)), (0, start))

@@ -44,7 +44,7 @@ async def test_ones_and_sums_need_shapes_alone(graph: af.Graph) -> None:
 
 
 async def test_what_else_needs_a_value_computes_it_once(graph: af.Graph) -> None:
-    """Behaviour 100: and what has effects, or a shape that depends on values, is computed."""
+    """Behaviour 100: nodes with effects, or with a shape that depends on values, are computed."""
     x = af.placeholder("float64", (None,), name="x")
     y = af.exp(x)
     assert ops_of(graph, [y + 1, af.shape(y)][1], x) == ["feed", "shape", "shape_by_rule", "fetch"]

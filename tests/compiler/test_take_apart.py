@@ -39,7 +39,7 @@ def few_flops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Joined:
-    """``h = tanh(product(xs[t], h, c))``, and what it is fed; `c` is a second state, of which the first half is new."""
+    """``h = tanh(product(xs[t], h, c))``, and its feeds; `c` is a second state, of which the first half is new."""
 
     def __init__(self, product: Callable[[Any, Any, Any, Any], Any], rows: int, *, known: bool = True) -> None:
         batch = BATCH if known else None
@@ -62,7 +62,7 @@ class Joined:
         )[1]
 
     def with_gradients(self) -> list[af.Tensor]:
-        """The loop's result, and gradients by what it is fed."""
+        """Return the loop's result, and its gradients by the feeds."""
         y = self.loop()
         return [y, *af.gradients(af.mean(y * y), [self.w, self.h, self.xs])]
 

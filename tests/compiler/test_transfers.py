@@ -24,7 +24,7 @@ def bits(*numbers: int) -> np.ndarray[Any, Any]:
 
 
 def upper_half(value: Any) -> Any:
-    """What should arrive: the lower 16 bits are zero."""
+    """Return the expected value: the lower 16 bits are zero."""
     return (np.asarray(value, np.float32).view(np.uint32) & np.uint32(0xFFFF_0000)).view(np.float32)
 
 
@@ -84,7 +84,7 @@ def test_the_precision_is_8_bits() -> None:
 
 @pytest.mark.parametrize("number", [0x7FC0_0000, 0xFFC0_0000, 0x7F80_0001, 0xFF80_FFFF, 0x7FBF_FFFF])
 def test_nan_stays_nan_whichever_of_its_bits_are_set(number: int) -> None:
-    """Also one that differs from infinity only in its lower half; and it keeps its sign."""
+    """A NaN that differs from infinity only in its lower half stays NaN, too; and NaN keeps its sign."""
     arrived = there_and_back(bits(number))
     assert np.isnan(arrived).all()
     assert bool(np.signbit(arrived[0])) is bool(number >> 31)

@@ -18,7 +18,7 @@ class Gate:
     def __init__(self, name: str = "gate") -> None:
         self._event = asyncio.Event()
         self.arrived = 0
-        """How many firings have come to the gate."""
+        """Number of firings that have come to the gate."""
 
         @af.op(outputs=lambda spec: spec, name=name)
         async def wait(x: object) -> object:

@@ -32,5 +32,5 @@ class Journal:
         return node
 
     def values(self, label: str) -> list[Any]:
-        """What single values were noted under `label`, in order."""
+        """Return the single values that were noted under `label`, in order."""
         return [entry[1] for entry in self.entries if isinstance(entry, tuple) and entry[0] == label]

@@ -12,7 +12,7 @@ from asyncflow.graph.values.dtypes import as_dtype
 from asyncflow.vertex.children import REDUCE_SEGMENTS
 
 COUNTS = {"float16": 2_100, "bfloat16": 300}
-"""Ones that a sum in the dtype itself would stop at: 2,048 and 256."""
+"""Numbers of ones at which a sum in the dtype itself would stop: after 2,048 and 256."""
 
 
 def sums(dtype: str, count: int) -> Mapping[str, af.Tensor]:

@@ -153,7 +153,7 @@ LOADS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "a loop of 10,000 iterations": (count, 10_000, 1),
     "100 runs at once": (count, 100, 100),
 }
-"""What to build from the feed, the feed, and how many runs."""
+"""Builders from the feed, the feeds, and numbers of runs."""
 
 
 @pytest.mark.real_time
@@ -207,9 +207,9 @@ async def assert_latency(work: Callable[[], Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def heartbeat() -> AsyncIterator[list[float]]:
-    """What the event loop's thread works between the turns of a task that only yields.
+    """Return the work of the event loop's thread between the turns of a task that only yields.
 
-    In seconds of processor time: on a busy machine those on the clock say what others do.
+    In seconds of processor time: on a busy machine the clock measures other processes.
     """
     gaps: list[float] = []
 
@@ -236,7 +236,7 @@ async def test_the_guard_names_a_kernel_that_holds_the_loop(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behaviour 87: in debug mode, in the log, so that a busy machine breaks nobody's run; without debug, never."""
+    """Behaviour 87: in debug mode, in the log, so that a busy machine breaks no run; without debug, never."""
     monkeypatch.setattr(executor, "BLOCKED_NS", 0)
     slow = af.op(outputs=INT, name="slow_one", cost=1.0)(lambda x: x)
     fetch = slow(1)

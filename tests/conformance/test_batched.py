@@ -1,4 +1,6 @@
-"""Firings of different runs computed together: each result is its own, and one that fails or leaves harms no other."""
+"""Firings of different runs computed together: each gets its own result, and a failed or cancelled one harms no
+other.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often a call for so many members has ended."""
+    """Return the numbers of ended calls by their numbers of members."""
     found: Counter[int] = Counter()
     ended = Batcher.ended
 
@@ -49,7 +51,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 @pytest.fixture
 def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be one call is two, made at once."""
+    """Make two calls at once in place of one."""
     monkeypatch.setattr(CallCosts, "parts", lambda self, size, random: min(2, size))
 
 
@@ -166,7 +168,7 @@ async def test_iterations_and_branches_share_calls(open_session: OpenSession, si
 
 @pytest.mark.usefixtures("work")
 async def test_a_loop_that_waits_for_its_own_calls_is_one_function() -> None:
-    """Where an iteration needs what the one before was given, the loop is a region; else iterations share calls."""
+    """The loop is a region if an iteration needs the result of the one before; else iterations share calls."""
     fn = af.batched(lambda x: x * 3 % 1000, cost="none")
     with af.Graph() as graph:
         x = af.placeholder("int64", (), name="x")
@@ -185,7 +187,7 @@ async def test_a_loop_that_waits_for_its_own_calls_is_one_function() -> None:
 
 @pytest.mark.parametrize("is_one", [True, False])
 async def test_traces_have_the_calls_that_runs_share(open_session: OpenSession, is_one: bool) -> None:
-    """Each has its own firing, and the call as a run of its own, which names those that it is for."""
+    """Each run has its own firing, and the call as a run of its own, which names its members."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y = af.batched(layer, cost="none", max_delay_s=60, max_size=2)(x)[0]
@@ -205,7 +207,9 @@ async def test_traces_have_the_calls_that_runs_share(open_session: OpenSession, 
 
 
 async def test_captures_and_variables(open_session: OpenSession) -> None:
-    """What depends on a run is each member's own; a variable is read when the call is made, after the run's writes."""
+    """Values that depend on a run belong to each member; a variable is read when the call is made, after the run's
+    writes.
+    """
     scale = af.Variable(np.float32(2), name="scale")
     with af.Graph() as graph:
         x, own = af.placeholder("float32", (3,), name="x"), af.placeholder("float32", (), name="own")
@@ -224,7 +228,7 @@ async def test_captures_and_variables(open_session: OpenSession) -> None:
 
 
 async def test_a_check_fails_its_own_member(open_session: OpenSession) -> None:
-    """Behaviour 88: an assertion nobody uses the result of, in a function that is batched, alone or in a branch."""
+    """Behaviour 88: an assertion whose result is unused, in a batched function, alone or in a branch."""
 
     def checked(x: af.Tensor) -> af.Tensor:
         af.assert_that(x < 5, "too large", [x])
@@ -279,7 +283,7 @@ async def test_one_bad_member_fails_alone(open_session: OpenSession, sizes: Coun
 
 
 async def test_cancelled_members_leave(open_session: OpenSession, sizes: Counter[int]) -> None:
-    """Behaviour 88, Fault F20, F40: those cancelled before the call are not in it, and nobody else is harmed."""
+    """Behaviour 88, Fault F20, F40: members cancelled before the call are not in it, and no other member is harmed."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, _ = af.batched(layer, max_delay_s=3600.0, max_size=8, cost="none")(x)  # a call is made when it is full
@@ -318,7 +322,7 @@ async def test_cancelled_members_leave(open_session: OpenSession, sizes: Counter
 async def test_a_member_that_leaves_during_compilation_is_not_computed(
     held: Held, sizes: Counter[int], left: int
 ) -> None:
-    """Fault F40: nothing is computed for nobody, and who is left is computed without the others."""
+    """Fault F40: no cancelled member is computed, and the remaining members are computed without the others."""
     asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
@@ -390,7 +394,7 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 async def test_a_member_that_never_ends_leaves_the_others_to_end(under_way: asyncio.Event) -> None:
-    """Fault F20, F40: those that shared its call, and those that come while it goes on."""
+    """Fault F20, F40: the other members of its call end, and so do members that come while it goes on."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (), name="x")
         y = af.batched(doubled_until)(x)
@@ -414,7 +418,7 @@ async def test_a_member_that_never_ends_leaves_the_others_to_end(under_way: asyn
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way: asyncio.Event) -> None:
-    """Fault F20, F40: a function of the user's is called once for each member; who comes later is not held up."""
+    """Fault F20, F40: a user's function is called once for each member; later members are not held up."""
     calls: list[int] = []
     has_begun = threading.Event()
 
@@ -484,7 +488,7 @@ async def test_members_have_deadline_and_priority_of_their_run(
 
 @pytest.mark.usefixtures("work")
 async def test_little_memory_makes_small_calls() -> None:
-    """What does not fit into memory for all is computed in parts, and it is learnt how many fit."""
+    """A call that does not fit into memory is computed in parts, and the session learns how many members fit."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (10_000,), name="x")
         y = af.batched(lambda x: af.sum(af.sort(x * 2) + 1), cost="none")(x)
@@ -562,7 +566,7 @@ async def test_members_of_any_fate(open_session: OpenSession, seed: int) -> None
 
 
 async def test_clients_that_ask_again_stay_together(held: Held, sizes: Counter[int]) -> None:
-    """One who comes while a call is computed waits for those in it to ask again, and then all share calls."""
+    """A member that comes while a call is computed waits for its members to ask again, and then all share calls."""
     asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
@@ -624,7 +628,9 @@ async def test_a_member_waits_while_an_abandoned_call_is_compiled(held: Held) ->
 @pytest.mark.parametrize("runs", [1, 4])
 @pytest.mark.parametrize(("times", "less"), [(1, 1), (2, 0)])
 async def test_a_function_that_gives_other_rows(open_session: OpenSession, times: int, less: int, runs: int) -> None:
-    """Fault F41: one of rows that gives too few or too many fails with what it should have given, alone as well."""
+    """Fault F41: a function that returns too few or too many rows fails with the expected number, also for one
+    member.
+    """
 
     @af.op(outputs=af.spec("float32", ()), rows=True, pure=True)
     def other(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

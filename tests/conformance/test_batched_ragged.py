@@ -1,4 +1,4 @@
-"""Members whose arguments differ in an extent share calls, padded or side by side, and get what they get alone."""
+"""Members whose arguments differ in an extent share calls, padded or side by side, with the results of single calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = np.linspace(-1, 1, 6).reshape(2, 3)
 
 
 def masked(x: af.Tensor, y: af.Tensor, lengths: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
-    """Of rows [n, 2] and a scalar: as many rows of 3, and the largest element of those."""
+    """A function of rows [n, 2] and a scalar: as many rows of 3, and the largest of their elements."""
     is_own = (af.arange(af.shape(x)[0]) < lengths)[:, None]
     rows = af.tanh(x @ WEIGHTS) * y
     return rows, af.max(af.where(is_own, rows, -np.inf))
@@ -104,7 +104,7 @@ async def test_random_lengths(requests: list[tuple[int, int, str]]) -> None:
 
 
 async def test_a_bucket_that_raises_fails_its_members_alone(open_session: OpenSession) -> None:
-    """Fault F39, Behaviour 88: the others have their results, and so have those that come later."""
+    """Fault F39, Behaviour 88: the other members have their results, and so do later ones."""
 
     def edge(length: int) -> Any:
         if length == 5:

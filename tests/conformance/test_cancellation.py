@@ -23,7 +23,7 @@ PUTS, CANCELS = (0, 1, 3), (0, 1, 2, 3, 4, 6, 9, 21)
 
 
 def drained(queue: af.Queue) -> list[int]:
-    """What is left in it."""
+    """Take all elements that are left in a queue."""
     return [int(queue_take(queue)) for _ in range(queue.size_nowait())]
 
 
@@ -45,7 +45,9 @@ def numbers(found: Any) -> list[int]:
 
 
 def at_turns() -> Iterator[tuple[int, int, bool]]:
-    """When the elements come, when the run is cancelled, and which of the two comes first where it is one turn."""
+    """Yield the turns at which elements come and the run is cancelled, and True if the cancel is first within one
+    turn.
+    """
     for put_at, cancel_at in itertools.product(PUTS, CANCELS):
         yield put_at, cancel_at, False
         if put_at == cancel_at:
@@ -85,7 +87,7 @@ TAKES: dict[str, Callable[[af.Queue, af.Queue], Any]] = {
 
 @pytest.mark.parametrize("way", TAKES)
 async def test_an_element_is_delivered_or_left_at_every_turn(open_session: OpenSession, way: str) -> None:
-    """Behaviour 106: a run that is cancelled takes nothing, and what is left stands in its order."""
+    """Behaviour 106: a run that is cancelled takes nothing, and the remaining elements keep their order."""
     q, p = af.FIFOQueue(9, INT, name="q"), af.FIFOQueue(9, INT, name="p")
     with af.Graph() as graph:
         fetch = TAKES[way](q, p)
@@ -102,7 +104,9 @@ async def test_an_element_is_delivered_or_left_at_every_turn(open_session: OpenS
 
 
 async def test_an_element_is_put_or_not_at_every_turn(open_session: OpenSession) -> None:
-    """Behaviour 106: a run that waits for room, and is cancelled, puts nothing in; one that returns has put it in."""
+    """Behaviour 106: a run that waits for room, and is cancelled, puts nothing in; a run that returns has put its
+    element in.
+    """
     q = af.FIFOQueue(1, INT, name="q")
     with af.Graph() as graph:
         put = q.enqueue(2)
@@ -198,7 +202,7 @@ async def test_a_caller_on_a_thread_gets_the_element_or_has_cancelled(graph: af.
 
 
 async def test_a_consumer_that_leaves_a_stream_leaves_the_next_element(graph: af.Graph) -> None:
-    """Behaviour 106: of a loop with one iteration at a time, nothing is taken beyond what was handed over."""
+    """Behaviour 106: a loop with one iteration at a time takes no element beyond the elements that it handed over."""
     q = af.FIFOQueue(9, INT, name="q")
     items = []
 
@@ -224,7 +228,7 @@ class Deeds:
         self.op = af.op(outputs=INT, name="deed", cost=SLOW, **options)(self.call)
 
     def call(self, x: Any) -> Any:
-        """What the op does."""
+        """Run the op."""
         self.done.extend(np.ravel(x).tolist())
         self.entered.set()
         assert self.opened.wait(PATIENCE_S)

@@ -41,7 +41,7 @@ class Arms:
 
     @property
     def ran(self) -> list[int]:
-        """Which of them ran."""
+        """Return the arms that ran."""
         return self.journal.values("arm")
 
 

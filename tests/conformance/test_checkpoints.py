@@ -1,4 +1,4 @@
-"""Behaviour 79: saving while a program trains, and going on from what was saved, change no bit of it."""
+"""Behaviour 79: saving while a program trains, and going on from a checkpoint, change no bit of the training."""
 
 from __future__ import annotations
 

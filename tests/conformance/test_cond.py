@@ -345,7 +345,7 @@ async def test_fetching_one_of_several_results(run: Run, effects: Literal["order
 
 
 async def test_fetching_a_result_of_one_cond_runs_no_other(pred: af.Tensor, run: Run) -> None:
-    """Behaviour 20: a fetch pulls in only what it needs."""
+    """Behaviour 20: a fetch pulls in only the nodes that it needs."""
     journal = Journal()
     af.cond(pred, lambda: journal.note("not asked for"), lambda: journal.note("nor this"))
     picked = af.cond(pred, lambda: 1, lambda: 0)

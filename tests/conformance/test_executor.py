@@ -18,7 +18,7 @@ Run = Callable[..., Awaitable[Any]]
 
 
 def random_tree(leaves: int, seed: int) -> tuple[af.Tensor, int]:
-    """The sum of so many constants, added pairwise in a random order; and what it is."""
+    """Return the sum of constants, added pairwise in a random order, and its value."""
     random = Random(seed)
     numbers = [random.randrange(1000) for _ in range(leaves)]
     pool = [af.constant(number) for number in numbers]
@@ -48,7 +48,7 @@ async def test_a_chain_of_8192_nodes(run: Run, graph: af.Graph) -> None:
 
 @pytest.mark.slow
 async def test_a_value_with_8192_users_of_a_value(run: Run, graph: af.Graph) -> None:
-    """Behaviour 69: one value with so many users, all of which another node waits for."""
+    """Behaviour 69: one value with 8,192 users, all of which another node waits for."""
     x = af.placeholder("int64", ())
     users = [af.identity(x) for _ in range(8192)]
     assert await run(af.group(*users), {x: 1}) is None
@@ -117,7 +117,7 @@ async def test_an_error_is_terminal(session: af.Session, graph: af.Graph) -> Non
 
 
 def firings(trace: af.Trace) -> Counter[tuple[str, str]]:
-    """How often each node fired under each tag."""
+    """Return the number of firings of each node under each tag."""
     return Counter((firing.node, firing.tag) for firing in trace.firings)
 
 

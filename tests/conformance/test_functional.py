@@ -53,7 +53,7 @@ async def test_scan_of_no_elements(run: Run) -> None:
 
 @pytest.mark.parametrize("loop", [af.scan, af.foldl, af.foldr])
 def test_an_initializer_of_another_structure(loop: Callable[..., Any]) -> None:
-    """Behaviour 52: the function must return what it is given."""
+    """Behaviour 52: the function must return the structure of its argument."""
     with pytest.raises(af.GraphError, match="expected"):
         loop(lambda state, x: (state[0] + x, state[1], x), ELEMENTS, (0.0, 1.0))
 

@@ -1,4 +1,4 @@
-"""Behaviour 56: gradients of branches, and of what has none."""
+"""Behaviour 56: gradients of branches, and of values without a gradient."""
 
 from __future__ import annotations
 

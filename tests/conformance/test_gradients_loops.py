@@ -213,7 +213,7 @@ async def test_three_gradients_of_a_loop_of_cosines(run: Run) -> None:
 
 
 async def test_the_gradient_of_a_stopped_gradient(run: Run) -> None:
-    """Behaviour 62: what is stopped counts as a constant: ``x * stop(d x**4/dx)`` has the slope 4 x**3."""
+    """Behaviour 62: a stopped value counts as a constant: ``x * stop(d x**4/dx)`` has the slope 4 x**3."""
     x = af.placeholder("float64", ())
     y = af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v * v), (0, x))[1]
     stopped = af.stop_gradient(af.gradients(y, x))
@@ -226,7 +226,7 @@ async def test_the_gradient_of_a_stopped_gradient(run: Run) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, np.int32(0), np.uint8(2)])
 async def test_a_run_may_feed_what_a_counter_begins_with(run: Run, first: Any) -> None:
-    """How many iterations there are, what is saved and what a counter is worth is then another matter."""
+    """The feed changes the number of iterations, the saved values and the value of the counter."""
     start, x = af.constant(first), af.placeholder("float64", ())
 
     def body(i: Any, y: Any) -> Any:

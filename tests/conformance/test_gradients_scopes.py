@@ -31,7 +31,7 @@ def squares(x: Any, y: Any, stop: Callable[[Any], Any] = lambda y: y) -> tuple[A
 
 
 async def test_stopped_outside(run: Run) -> None:
-    """Behaviour 60: from x=3, y=2, by y: 136 from x, 32 from y, 168 from both; what is stopped adds nothing."""
+    """Behaviour 60: from x=3, y=2, by y: 136 from x, 32 from y, 168 from both; stopped values add nothing."""
     x, y = af.constant(3.0), af.constant(2.0)
     rx, ry = squares(x, y)
     stop = af.stop_gradient
@@ -85,7 +85,7 @@ async def test_a_variable_read_in_the_body_and_a_stopped_gradient(run: Run) -> N
 
 
 async def test_stop_gradients_by_argument(run: Run) -> None:
-    """Behaviour 60: what is in `stop_gradients` counts as a constant, though it may be an x itself."""
+    """Behaviour 60: a tensor in `stop_gradients` counts as a constant, though it may be an x itself."""
     a = af.constant(3.0)
     b = a * 2.0
     assert await run(af.gradients(a + b, [a, b], stop_gradients=[a, b])) == [1.0, 1.0]
@@ -97,7 +97,7 @@ async def test_stop_gradients_by_argument(run: Run) -> None:
 
 
 async def test_nests_are_stopped_leaf_by_leaf(run: Run) -> None:
-    """Behaviour 60: values stay what they are."""
+    """Behaviour 60: values do not change."""
     stopped = af.stop_gradient({"a": af.constant(1.0), "b": [2, af.Variable(3.0)]})
     assert await run(stopped) == {"a": 1.0, "b": [2, 3.0]}
 
@@ -190,7 +190,7 @@ async def test_a_loop_variable_is_a_value_of_its_own(run: Run) -> None:
 
 
 async def test_a_gradient_added_after_a_run(open_session: OpenSession, graph: af.Graph) -> None:
-    """Behaviour 67: the loop that has run keeps values from then on; what it gave, it gives."""
+    """Behaviour 67: the loop that has run keeps values from then on; its results do not change."""
     x = af.placeholder("float64", ())
     r = af.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, af.sin(v) * x), (0, x))[1]
     async with open_session(graph) as session:

@@ -1,4 +1,4 @@
-"""Behaviour 63, 64, 66: gradients of loops whose shapes are unknown or grow; of rows; and what is saved for them."""
+"""Behaviour 63, 64, 66: gradients of loops whose shapes are unknown or grow; of rows; and the values saved for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("graph")
 
 
 def repeat(times: Any, body: Callable[..., Any], initial: Any, **options: Any) -> Any:
-    """What is left of a value after `body` has been applied so often; it also gets the iteration's number."""
+    """Return a value after `times` applications of `body`, which also gets the iteration's number."""
     return af.while_loop(lambda i, _: i < times, lambda i, x: (i + 1, body(i, x)), (0, initial), **options)[1]
 
 
@@ -63,7 +63,7 @@ async def test_a_loop_variable_that_grows(run: Run) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_broadcasts_in_the_body(run: Run, known: bool) -> None:
-    """Behaviour 63: what was broadcast is summed over: a row, a column and a scalar added to a matrix three times."""
+    """Behaviour 63: broadcast axes are summed: a row, a column and a scalar added to a matrix three times."""
     parts = {"row": (3,), "column": (2, 1), "scalar": ()}
     inputs = [af.placeholder("float64", shape if known else (None,) * len(shape)) for shape in parts.values()]
     row, column, scalar = inputs
@@ -174,7 +174,7 @@ async def test_windows_in_branches_and_nested_loops(run: Run) -> None:
 
 
 async def saves(session: af.Session, fetches: Any, feeds: Any) -> Counter[str]:
-    """How often a run saves a value, by the loop that does."""
+    """Return how often each loop saves a value in a run."""
     trace = af.Trace()
     await session.run(fetches, feeds, trace=trace)
     return Counter(firing.node.rpartition("/body/")[0] for firing in trace.firings if firing.op == "save_value")

@@ -64,7 +64,7 @@ async def test_a_loop_variable_becomes_a_shape(run: Run) -> None:
 
 
 async def test_an_array_of_counters(run: Run) -> None:
-    """What is stacked of numbers of the host is a vector as any other."""
+    """A stack of numbers of the host is a vector like any other."""
     n = af.placeholder("int64", ())
     stacked = af.TensorArray("int64", 2, element_shape=()).write(0, n).write(1, n + 1).stack()
     np.testing.assert_array_equal(await run(chain(stacked), {n: 3}), [7, 9])

@@ -1,4 +1,6 @@
-"""Conformance of loop batching: what is done for many iterations at once gives what one by one gives, anywhere."""
+"""Conformance of loop batching: work for many iterations at once gives the results of single iterations, in every
+cell.
+"""
 
 from __future__ import annotations
 

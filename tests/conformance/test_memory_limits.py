@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 ROOM = 48 << 20
 
 Body = Callable[[Any, Any], Any]
-"""What a loop does to its state, given a matrix."""
+"""The change that a loop makes to its state, given a matrix."""
 
 
 def repeated(times: Any, body: Body, y: Any, w: Any) -> Any:
@@ -57,7 +57,9 @@ def named_limit(body: Body, counts: tuple[int, ...], limit: int, side: int = 32)
 
 
 def holds(body: Body, counts: tuple[int, ...], limit: int, kept: list[Any], side: int = 32) -> None:
-    """The same gradients in a limit; those of the matrix are sums, which several iterations of a segment may make."""
+    """Check the gradients within a limit; gradients of the matrix are sums, which several iterations of a segment may
+    make.
+    """
     values, peak, _ = once(body, counts, side, memory_limit=limit)
     assert peak <= limit
     np.testing.assert_array_equal(values[0], kept[0])
@@ -174,7 +176,9 @@ def test_parts_that_are_most_of_an_array_are_not_copied() -> None:
 
 
 def test_arrays_of_inner_loops_have_their_sizes() -> None:
-    """An array that goes through a loop has rows of an open number; the plan knows what it was made for."""
+    """An array that goes through a loop has an unknown number of rows; the plan knows the number that it was made
+    for.
+    """
     kept, peak, plan = once(through_an_array, (8,), 128, memory_limit=ROOM)
     assert peak <= plan.memory[0].held <= 1.12 * peak
     limit = named_limit(through_an_array, (8,), int(0.1 * peak), 128)

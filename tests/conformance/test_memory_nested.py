@@ -23,7 +23,7 @@ ROWS, SIDE = 128, 256
 """Of a value that is saved: 128 KiB."""
 
 SHARE = 0.3
-"""The limit, as a part of what is held where everything is kept."""
+"""The limit, as a share of the bytes held if everything is kept."""
 
 ROOM = 48 << 20
 
@@ -32,7 +32,7 @@ DEVICES: dict[Kind, str] = {"cpu": "cpu:0", "v100": "sim:0", "card": "cuda:0"}
 
 
 def loops(counts: tuple[int, ...], x: Any, w: Any) -> Any:
-    """Loops in one another; the innermost saves what it begins with, and the product."""
+    """Nested loops; the innermost saves its first value, and the product."""
     times, *inner = counts
 
     def body(i: Any, y: Any) -> Any:
@@ -43,7 +43,7 @@ def loops(counts: tuple[int, ...], x: Any, w: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """The gradients, and what they took.
+    """The gradients, and the memory and time that they took.
 
     Attributes:
         values: of the gradients.

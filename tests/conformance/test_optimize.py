@@ -1,4 +1,4 @@
-"""Conformance of the graph optimisations: what they must never join."""
+"""Conformance of the graph optimisations: nodes that they must never join."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ async def test_steps_are_neither_runs_nor_tasks() -> None:
 
 @pytest.mark.usefixtures("work")
 async def test_a_lone_activation_is_stepped_as_written() -> None:
-    """Its bits are those of the loop without a pool, and many steps share a pass of the event loop."""
+    """The bits are the same as without a pool, and many steps share a pass of the event loop."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (64,), name="x")
         weights = af.constant(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))
@@ -163,7 +163,9 @@ async def test_a_lone_activation_is_stepped_as_written() -> None:
 
 @pytest.mark.usefixtures("work")
 async def test_only_where_an_activation_may_join_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has come or gone may be followed by others, so there is one step then; a full pool steps until a row ends."""
+    """Other activations may follow when one comes or goes, so the pool makes one step; a full pool steps until a row
+    ends.
+    """
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
         loops = {capacity: recurrent(x, n, capacity) for capacity in (2, 3)}
@@ -191,7 +193,9 @@ async def test_only_where_an_activation_may_join_steps_are_few(monkeypatch: pyte
 
 
 async def test_pools_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is short enough for the event loop is too long for each of two: then a step is a run, on a thread."""
+    """A step that is short enough for the event loop is too long for each of two pools: it is a run then, on a
+    thread.
+    """
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
         loops = [recurrent(x, n), recurrent(x, n)]
@@ -338,7 +342,7 @@ async def test_tensor_arrays_of_activations_count_for_a_memory_limit(limit: int,
 
 
 async def test_a_cancelled_activation_leaves(open_session: OpenSession) -> None:
-    """Behaviour 88: also one that would never end; and a deadline."""
+    """Behaviour 88: an activation that would never end, and a deadline."""
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
         y = af.while_loop(lambda i: i != n, lambda i: i + 1, 0, pool=af.Pool(8))
@@ -459,7 +463,7 @@ async def test_limits_on_iterations(open_session: OpenSession) -> None:
 
 
 async def test_rows_of_other_shapes_count_their_own_steps(open_session: OpenSession) -> None:
-    """They are stepped apart: neither a limit nor an error takes the steps of one group for those of another."""
+    """Groups are stepped apart: neither a limit nor an error takes the steps of one group for the steps of another."""
     with af.Graph() as graph:
         n, z = af.placeholder("int64", (), name="n"), af.placeholder("float64", (None,), name="z")
         total = af.while_loop(
@@ -480,7 +484,7 @@ async def test_rows_of_other_shapes_count_their_own_steps(open_session: OpenSess
 
 
 async def test_rows_that_grow_at_different_times(open_session: OpenSession) -> None:
-    """Rows of one shape become of several in one step; those of one element are not taken for rows of many."""
+    """Rows of one shape get several shapes in one step; rows of one element are not taken for rows of many."""
     with af.Graph() as graph:
         n, k = af.placeholder("int64", (), name="n"), af.placeholder("int64", (), name="k")
         x = af.placeholder("float64", (None,), name="x")
@@ -647,7 +651,9 @@ async def test_many_lengths_do_not_hold_the_event_loop_together(monkeypatch: pyt
 
 
 async def test_each_activation_has_tensor_arrays_of_its_own(open_session: OpenSession) -> None:
-    """They are written at places of each one's own, grow, and are read; also by one that is alone."""
+    """Arrays are written at positions of each activation's own, grow, and are read; also in an activation that is
+    alone.
+    """
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (2,), name="x"), af.placeholder("int64", (), name="n")
 
@@ -698,7 +704,7 @@ async def test_an_inner_loop_and_branches_are_lifted(open_session: OpenSession) 
 
 
 async def test_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
-    """Behaviour 111: each computes what it would without pool=; a warning, and the plan, say why."""
+    """Behaviour 111: each computes the same as without pool=; a warning, and the plan, give the reason."""
     total = af.Variable(0, name="total")
 
     @af.op(outputs=af.spec("int64", ()))
@@ -788,7 +794,7 @@ async def test_each_activation_hands_out_its_own(open_session: OpenSession) -> N
 
 @pytest.mark.usefixtures("work")
 async def test_a_slow_consumer_holds_up_itself_alone() -> None:
-    """Fault F47: an endless loop whose items nobody takes stands still after two, outside the pool's only row."""
+    """Fault F47: an endless loop whose items are not taken stands still after two, outside the pool's only row."""
     graph, x, n, square, y = streaming(capacity=1)
     async with af.Session(graph) as session:
         items = session.stream(square, {x: 0, n: -1 & 0xFFFF})
@@ -822,7 +828,7 @@ async def test_a_stream_that_is_dropped(open_session: OpenSession, taken: int) -
 
 @pytest.mark.parametrize("pool", [None, af.Pool(4)])
 async def test_a_stream_that_fails_is_told_with_its_own_axis_and_iteration(pool: af.Pool | None) -> None:
-    """What came before it is handed out; a loop with a pool is no other loop."""
+    """Earlier items are handed out; a loop with a pool behaves like a loop without one."""
     seen: list[af.Tensor] = []
     with af.Graph() as graph:
         row = af.placeholder("int64", (None,), name="row")
@@ -870,7 +876,7 @@ async def test_values_deeper_in_a_pooled_loop_are_not_handed_out() -> None:
 async def test_a_run_of_higher_priority_is_a_row_first(
     monkeypatch: pytest.MonkeyPatch, patience_s: float, in_order: list[str]
 ) -> None:
-    """And of equal ones the one whose deadline is first; one that is far off is no reason to go before others."""
+    """Of equal priorities the first deadline goes first; a deadline that is far off gives no precedence."""
     monkeypatch.setattr(pools, "PATIENCE_S", patience_s)
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")

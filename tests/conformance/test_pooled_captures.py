@@ -170,7 +170,7 @@ async def test_captures_of_left_activations_are_not_kept(
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0", "cuda:1"])
 async def test_stores_stay_where_they_were_made(device: str) -> None:
-    """Behaviour 102: steps are made where elements and rows are, and what comes of them is read there."""
+    """Behaviour 102: steps are made where elements and rows are, and their results are read there."""
     with af.Graph() as graph:
         x, n = af.placeholder("int64", (2,), name="x"), af.placeholder("int64", (), name="n")
         with af.device(device):

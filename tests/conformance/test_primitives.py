@@ -142,7 +142,7 @@ def doubling(start: af.Tensor, times: int, **entered: Any) -> af.Tensor:
 
 @pytest.mark.parametrize("shape", [(None,), None])
 async def test_a_shape_that_changes_by_hand_is_said(graph: af.Graph, run: Run, shape: Any) -> None:
-    """Behaviour 93: what stands behind a merge may rely on its shape: the whole of it is there in every iteration."""
+    """Behaviour 93: nodes behind a merge may rely on its shape: the whole shape is there in every iteration."""
     grown = doubling(af.constant([1.0, 2.0]), 2, shape=shape)
     assert grown.shape == shape
     assert (await run(af.ones_like(grown))).tolist() == [1.0] * 8
@@ -203,7 +203,7 @@ def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) 
 
 @pytest.mark.parametrize("constant", [False, True])
 async def test_a_dead_value_arrives_inside_a_frame(graph: af.Graph, run: Run, constant: bool) -> None:
-    """Behaviour 2: what needs no more than its arrival goes on, be it a trigger or a merge that waits for it."""
+    """Behaviour 2: a node that needs only the arrival goes on, be it a trigger or a merge that waits for it."""
     dead, _, fed = fork()
     arrived = af.raw.enter(dead, "frame", constant=constant)
     y = af.placeholder("int64", ())

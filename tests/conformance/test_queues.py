@@ -29,7 +29,7 @@ async def drained(queue: af.Queue) -> list[int]:
 
 
 async def test_an_untaken_branch_does_not_wait(session: af.Session, run: Run, graph: af.Graph) -> None:
-    """Behaviour 22: a dequeue from an empty queue holds up nobody there; on the branch taken it waits."""
+    """Behaviour 22: a dequeue from an empty queue waits on the branch taken, and holds up nothing on the other one."""
     queue = fifo()
     pred = af.placeholder("bool", ())
     y = af.cond(pred, queue.dequeue, lambda: af.constant(7))
@@ -40,7 +40,7 @@ async def test_an_untaken_branch_does_not_wait(session: af.Session, run: Run, gr
 
 
 async def test_an_enqueue_outside_runs_once(run: Run, graph: af.Graph) -> None:
-    """Behaviour 34: though a body names it as what it waits for."""
+    """Behaviour 34: the enqueue runs once, although a body waits for it."""
     queue = fifo()
     put = queue.enqueue(1)
 
@@ -65,7 +65,7 @@ async def test_control_edges_order_what_puts_and_takes(run: Run, graph: af.Graph
 
 
 async def test_enqueues_run_in_program_order(open_session: OpenSession) -> None:
-    """Behaviour 36: around and in a loop, A B C D A B C D A; unordered, only what is asked for."""
+    """Behaviour 36: around and in a loop, A B C D A B C D A; in an unordered graph, only the fetched ones."""
 
     def build(queue: af.Queue) -> Any:
         def body(i: Any) -> Any:
@@ -105,7 +105,7 @@ async def test_enqueues_of_a_loop_come_in_order(run: Run, graph: af.Graph, paral
 
 
 async def test_a_loop_that_puts_and_takes(run: Run, graph: af.Graph) -> None:
-    """Behaviour 37: what puts in waits for nobody who takes out, but for room."""
+    """Behaviour 37: an enqueue waits for room, and for no consumer."""
     queue = fifo(1)
 
     def body(i: Any, s: Any) -> Any:
@@ -168,7 +168,7 @@ async def test_an_element_that_is_not_fetched_is_not_put_in(run: Run, graph: af.
 
 
 async def test_a_failing_input_puts_nothing_in(run: Run, graph: af.Graph) -> None:
-    """Behaviour 72: and the first error is the one that is raised, not that of those who wait."""
+    """Behaviour 72: and the first error is raised, not an error of the waiting nodes."""
 
     @af.op(outputs=INT)
     def failing(x: Any) -> Any:
@@ -190,7 +190,9 @@ async def test_equal_takes_are_not_merged(run: Run, graph: af.Graph) -> None:
 
 
 async def test_capacity_holds_in_a_loop(session: af.Session, graph: af.Graph) -> None:
-    """Behaviour 78: a loop that fills goes on as others take; a close in between ends it with what is left."""
+    """Behaviour 78: a loop that fills goes on as consumers take; a close in between ends it with the remaining
+    elements.
+    """
     queue = fifo(4)
 
     def fill(i: Any) -> Any:

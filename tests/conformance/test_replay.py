@@ -39,7 +39,7 @@ async def test_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp_pa
 
 
 async def test_nodes_are_fetched_again_as_they_were(open_session: OpenSession, tmp_path: Path) -> None:
-    """Behaviour 70: a node gives no value, in the run and in the one that is done again, from the file or a graph."""
+    """Behaviour 70: a node gives no value, in the run and in the replay, from the file or a graph."""
     with af.Graph(effects="unordered") as graph:
         v = af.Variable(0, name="v")
         fetches = [v.assign(v + 1).node, v.assign(v + 2), v]
@@ -52,7 +52,7 @@ async def test_nodes_are_fetched_again_as_they_were(open_session: OpenSession, t
 
 
 async def test_random_numbers_feeds_and_open_variables(open_session: OpenSession, tmp_path: Path) -> None:
-    """Behaviour 71: random numbers are those of the recorded run, and a variable without a value has none."""
+    """Behaviour 71: random numbers equal the recorded run's, and a variable without a value has none."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (None,), name="x")
         kept = af.Variable(af.spec("float32", (None,)), name="kept")
@@ -130,7 +130,7 @@ async def test_a_loop_that_was_stopped_stops_there(open_session: OpenSession, tm
 
 
 async def test_what_had_not_ended_may_end_now(open_session: OpenSession, tmp_path: Path) -> None:
-    """A record has no result of what was under way when another node failed; in the replay it may have one."""
+    """A record has no result of a node that was under way when another node failed; in the replay it may have one."""
     is_again = False
 
     @af.op(outputs=af.spec("int64", ()))
@@ -285,7 +285,7 @@ async def test_a_caller_without_a_result_gets_none_again(
 
 
 async def test_inputs_sections_and_tables_are_done_again(open_session: OpenSession, tmp_path: Path) -> None:
-    """Behaviour 37: a loop over what is left of an input, with a section and a table in it."""
+    """Behaviour 37: a loop over the rest of an input, with a section and a table in it."""
 
     async def numbers() -> AsyncIterator[int]:
         for number in range(9):
@@ -367,7 +367,7 @@ async def test_a_replay_can_be_stopped(open_session: OpenSession, tmp_path: Path
 
 
 async def test_lines_match_the_program(tmp_path: Path) -> None:
-    """What a record's own graph raises or warns of stands where the user built it, and races are not told again."""
+    """Errors and warnings of a record's own graph name the user's line, and races are not reported again."""
     with af.Graph(effects="unordered") as graph:
         v = af.Variable(1, name="v")
         fetches = [v.assign_add(1), v.read(), af.constant([1, 2])[v.assign(5)]]

@@ -64,7 +64,7 @@ SHARED: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
 }
-"""What gives calls of several runs together: a record has what they gave, whoever computed it."""
+"""Functions that compute calls of several runs together: a record has their results, whichever run computed them."""
 
 
 @pytest.mark.parametrize("place", [*PLACES, "coroutine"])
@@ -100,7 +100,7 @@ async def test_each_effect_of_shared_calls_once(open_session: OpenSession, tmp_p
 
 
 async def _recorded(session: af.Session, path: Path, op: Any, build: Any) -> tuple[af.Graph, str, bytes]:
-    """A program that was run and recorded, the name of what was fetched, and its bytes."""
+    """Run and record a program; return its name, the name of the fetch, and its bytes."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (3,), name="x")
         y = build(op, x) + 1.0

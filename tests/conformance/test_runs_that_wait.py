@@ -100,7 +100,7 @@ async def test_a_barrier_a_mutex_and_an_input(open_session: OpenSession, graph: 
 
 
 async def test_a_run_that_comes_back_waits_for_a_place(open_session: OpenSession, graph: af.Graph) -> None:
-    """What it was called for it has taken by then: the next in line is served, and the run computes in its turn."""
+    """The run has taken its element by then: the next in line is served, and the run computes in its turn."""
     queue = af.FIFOQueue(10, INT, name="q")
     x = af.placeholder("int64", ())
     gate = CoroutineGate()

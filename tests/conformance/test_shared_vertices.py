@@ -88,7 +88,9 @@ async def test_structures_of_runs_share_calls(open_session: OpenSession, name: s
 
 @pytest.mark.usefixtures("work")
 async def test_any_sets_are_one_call(open_session: OpenSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that comes while another computes joins at the next set; nobody's sets wait for those of others."""
+    """A run that comes while another computes joins at the next set; the sets of a run do not wait for the sets of
+    others.
+    """
     monkeypatch.setattr(vertex_pools, "BURST_NS", 0)  # a run that is alone looks for others after each set
     begun, count_call = asyncio.Event(), Batches.count_call
 
@@ -118,7 +120,7 @@ async def test_any_sets_are_one_call(open_session: OpenSession, monkeypatch: pyt
 
 
 async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes less than a turn is computed on the event loop; for each of two maps that is too long."""
+    """A step of less than a turn is computed on the event loop; for each of two maps it is too long."""
     with af.Graph() as graph:
         structure, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, WIDTH))
         maps = [af.vertex_map(slotted, structure, x, initial=0.0, share=True).roots for _ in range(2)]
@@ -191,8 +193,7 @@ async def test_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("known", [True, False], ids=["heights", "no-heights"])
 async def test_a_run_whose_graph_is_none(open_session: OpenSession, known: bool) -> None:
-    """Behaviour 88: it alone fails, and is told what is wrong with it, by its own sample and vertex; the others
-    share all sets."""
+    """Behaviour 88: only that run fails, and its error names its own sample and vertex; the others share all sets."""
     program = Program(slotted, heights=known)
     chain = af.InputGraph.chain([3])
     heights = [chain.heights] * known
@@ -226,7 +227,7 @@ async def test_a_run_whose_graph_is_none(open_session: OpenSession, known: bool)
 
 
 async def test_a_deadline_between_sets(open_session: OpenSession) -> None:
-    """Behaviour 85: who is late leaves; the others have their results."""
+    """Behaviour 85: the late run leaves; the others have their results."""
     program = Program(slotted)
     endless, short = af.InputGraph.chain([200_000]), af.InputGraph.chain([3])
     async with open_session(program.graph) as session:
@@ -241,7 +242,7 @@ async def test_a_deadline_between_sets(open_session: OpenSession) -> None:
 
 
 async def test_random_numbers_equal_the_runs_own() -> None:
-    """What a vertex draws does not depend on who shares a call, be it before its children are done or behind."""
+    """A vertex draws the same numbers whichever runs share a call, before its children are done or behind."""
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)
     def noisy(v: Any) -> None:
@@ -305,7 +306,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 @pytest.mark.parametrize("is_read_inside", [True, False])
 def test_nothing_that_is_shared_has_a_gradient(is_read_inside: bool) -> None:
-    """Nor by a variable that is read where runs share it: that was taken for one that nothing depends on."""
+    """A variable that is read in shared work has no gradient either: it was once taken for an unused one."""
     with af.Graph():
         w = af.Variable(np.ones(H), name="w")
         weights: Any = w if is_read_inside else w.read()

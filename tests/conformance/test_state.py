@@ -79,7 +79,7 @@ async def test_a_read_after_a_write(open_session: OpenSession, seed: int | None)
 
 
 async def test_without_an_edge_either(open_session: OpenSession, graph: af.Graph) -> None:
-    """Behaviour 71: unordered, A or B, and both occur; in a graph with ordered effects, what was written."""
+    """Behaviour 71: unordered, A or B, and both occur; in a graph with ordered effects, the order as written."""
     seen = set()
     with af.Graph(effects="unordered") as unordered:
         variable = af.Variable("A", name="letter")

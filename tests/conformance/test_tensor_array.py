@@ -42,7 +42,7 @@ async def fails_with(run: Run, fetches: Any, error: type[Exception], message: st
 
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_write_read_stack(run: Run, dtype: str) -> None:
-    """Behaviour 45: what was written is read, for each dtype, and stacked in order."""
+    """Behaviour 45: an element is read as written, for each dtype, and stacked in order."""
     rows = sample(dtype)
     written = array(3, dtype, clear_after_read=False)
     for i in (2, 0, 1):
@@ -275,7 +275,7 @@ async def test_arrays_are_freed_after_cancel(session: af.Session) -> None:
 
 
 async def test_two_serial_loops(run: Run) -> None:
-    """Behaviour 51: one writes, the next sums what it wrote: 31."""
+    """Behaviour 51: one loop writes, and the next sums its elements: 31."""
     _, _, written = af.while_loop(
         lambda i, x, a: i < 5, lambda i, x, a: (i + 1, x * 2, a.write(i, x)), (0, 1.0, array(5, element_shape=()))
     )

@@ -121,7 +121,7 @@ async def test_gather(run: Run) -> None:
 
 
 async def test_unread_elements_get_zeros(run: Run) -> None:
-    """Behaviour 49: of every writer, in the shape of what was written."""
+    """Behaviour 49: every writer gets zeros, in the shape of its element."""
     x, y, z = source([1.0, 2.0]), source(np.ones((2, 3))), source(np.ones((3, 2)))
     written = array(2).write(0, x).write(1, 7.0)
     rows, pieces = array(2).unstack(y), array(2).split(z, [1, 2])
@@ -240,7 +240,7 @@ def test_the_gradient_is_on_the_forward_device(graph: af.Graph) -> None:
 
 
 async def test_used_up_and_closed_arrays(run: Run) -> None:
-    """Behaviour 50: the gradient needs no element: not those a read has freed, nor any after close."""
+    """Behaviour 50: the gradient needs no element: neither elements that a read has freed, nor any after close."""
     x = source([3.0, 4.0])
     rows = array(2, kept=False).unstack(x)
     y = rows.read(0) ** 2 + rows.read(1)

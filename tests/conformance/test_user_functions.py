@@ -43,12 +43,12 @@ class Watched:
         return x * 2.0
 
     def on_loop(self, takes_ns: int) -> int:
-        """How many calls that take so long held the event loop."""
+        """Return the number of calls of `takes_ns` that held the event loop."""
         return self.calls.count((True, takes_ns))
 
 
 Build = Callable[[Any, Any], Any]
-"""``build(op, x)``: what is fetched, of a vector `x` of ROWS elements."""
+"""``build(op, x)`` returns the fetch for a vector `x` of ROWS elements."""
 
 
 def vertices(op: Any, x: Any, *, share: bool = False) -> Any:
@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[Build, dict[str, Any]]] = {
 )
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_a_function_that_turns_slow_holds_the_loop_once(place: str, regions: bool, work: WorkClock) -> None:
-    """Behaviour 108: by the clock on the wall, call by call; and one that is short gets to the loop."""
+    """Behaviour 108: by the clock on the wall, call by call; and a function that gets short returns to the loop."""
     watched, (build, options) = Watched(work), PLACES[place]
     with af.Graph() as graph:
         x = af.placeholder("float64", (ROWS,))

@@ -21,7 +21,7 @@ LENGTH = 4
 
 @af.op(outputs=af.spec("int64", ()), pure=True)
 async def elsewhere(passes: int) -> np.int64:
-    """Lets others go on for so many passes of the event loop."""
+    """Let other coroutines run for a number of passes of the event loop."""
     for _ in range(int(passes)):
         await asyncio.sleep(0)
     return np.int64(0)

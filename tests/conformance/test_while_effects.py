@@ -72,7 +72,7 @@ async def test_a_control_dependency_on_an_outer_feed(run: Run, graph: af.Graph) 
 
 
 async def test_a_control_edge_from_an_exit(run: Run, journal: Journal) -> None:
-    """Behaviour 33: what waits for a loop's result runs after the loop, also without ordered effects."""
+    """Behaviour 33: a node that waits for a loop's result runs after the loop, also without ordered effects."""
     with af.Graph(effects="unordered"):
         (result,) = af.while_loop(lambda i: i < 3, lambda i: stepped(journal, i), (0,))
         with af.control_dependencies([result]):
@@ -113,7 +113,7 @@ async def test_an_empty_group(run: Run, graph: af.Graph) -> None:
 
 
 async def test_a_group_of_results_waits_for_all(run: Run, journal: Journal) -> None:
-    """Behaviour 34: one result of each of two loops, and what waits for both of them."""
+    """Behaviour 34: one result of each of two loops, and a node that waits for both of them."""
     with af.Graph(effects="unordered"):
         loops = [af.while_loop(lambda i: i < 4, lambda i: stepped(journal, i), (start,))[0] for start in (0, 2)]
         with af.control_dependencies([af.group(*loops)]):
@@ -404,7 +404,7 @@ async def test_the_path_of_an_inner_iteration(run: Run, graph: af.Graph) -> None
 
 
 async def test_siblings_are_cancelled_and_later_assigns_do_not_happen(session: af.Session, graph: af.Graph) -> None:
-    """Behaviour 39: a coroutine in flight is cancelled; the variable keeps what it had at iteration k."""
+    """Behaviour 39: a coroutine in flight is cancelled; the variable keeps its value of iteration k."""
     v = af.Variable(0)
     cancelled = []
 

@@ -1,4 +1,4 @@
-"""Behaviour 25-32: what `while_loop` computes, and what it refuses."""
+"""Behaviour 25-32: results and refusals of `while_loop`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_no_more_iterations_are_under_way(run: Run, window: int) -> None:
 
 @pytest.mark.parametrize("window", [0, -1, 1.0, True, None])
 def test_parallel_iterations_below_one_are_rejected(window: Any) -> None:
-    """Behaviour 27: and so is what is no int."""
+    """Behaviour 27: other types than int are rejected as well."""
     with pytest.raises(af.GraphError, match="parallel_iterations is an int of at least 1"):
         count_to(3, parallel_iterations=window)
 
@@ -179,7 +179,7 @@ REFUSED_BODIES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED_BODIES)
 def test_bodies_that_do_not_fit(case: str) -> None:
-    """Behaviour 28: the error names the variable and says what was expected."""
+    """Behaviour 28: the error names the variable, and the expected spec."""
     body, error, message = REFUSED_BODIES[case]
     with pytest.raises(error, match=message):
         af.while_loop(lambda i, x: i < 3, body, (0, np.float32(0)))
@@ -330,7 +330,9 @@ async def test_a_body_that_swaps_its_variables(run: Run) -> None:
 
 
 async def test_arrays_that_take_turns(run: Run) -> None:
-    """Behaviour 30: all at once, also where a card runs the loop by itself, and in each run from what it is fed."""
+    """Behaviour 30: all variables change at once, also in a loop that a card runs by itself, and in each run from its
+    feeds.
+    """
     x, y = (af.placeholder("float64", (2,)) for _ in range(2))
     loop = af.while_loop(lambda x, y: af.sum(x) < 100, lambda x, y: (x + y, x), (x, y))
     for first in ([1.0, 2.0], [3.0, 0.0], [99.0, 1.0]):

@@ -100,7 +100,7 @@ async def test_a_function_in_nested_loops(run: Run) -> None:
 
 
 async def test_every_set_of_fetches_agrees(run: Run) -> None:
-    """Behaviour 42: loop variables nobody needs are dropped, the others stay the same."""
+    """Behaviour 42: unused loop variables are dropped, the others stay the same."""
     a, b, c = af.while_loop(lambda a, b, c: a < 5, lambda a, b, c: (a + 1, b + a, c * 2), (0, 0, 1))
     values = {a: 5, b: 10, c: 32}
     for fetches in ([a], [b], [c], [c, a], [b, c], [a, b, c]):
@@ -149,9 +149,9 @@ async def test_device_scopes(run: Run) -> None:
 
 @pytest.mark.slow
 async def test_a_thousand_iterations_hold_few_buffers(session: af.Session) -> None:
-    """Behaviour 44: what an iteration made is freed when the next has used it.
+    """Behaviour 44: the values of an iteration are freed when the next one has used them.
 
-    Cards may be as many iterations behind their host as may run at once, and what is on its way between them is kept.
+    Cards may be as many iterations behind their host as may run at once. Values on their way between cards are kept.
     """
     block = np.ones((64, 64))
     in_flight = 32 if session.devices[-1].kind == "cuda" and len(session.devices) > 1 else 0

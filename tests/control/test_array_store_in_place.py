@@ -1,4 +1,4 @@
-"""Arrays of fixed size keep their elements in one block: what is written is copied, what is stacked is not."""
+"""Arrays of fixed size keep their elements in one block: written values are copied, stacked ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of functions and results that `cond`, loops and their kin cannot use."""
+"""Messages about functions and results that `cond`, loops and similar functions cannot use."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ async def test_rows_are_checked_in_the_run(graph: af.Graph, run: Run) -> None:
 
 
 async def test_rows_out_of_range_are_refused_on_the_cpu(graph: af.Graph) -> None:
-    """Room that is made for rows, and those that another state has, are no rows of a state."""
+    """Spare room, and rows of another state, are out of range for a state."""
     store = af.RowStore("float64", (), 10).append([1.0])
     more = store.append([2.0])
     async with af.Session(graph, devices=["cpu:0"]) as session:

@@ -40,7 +40,7 @@ def assert_same(got: Any, want: np.ndarray) -> None:
 
 
 async def cause(run: Run, fetch: Any, feeds: Any = None) -> BaseException:
-    """Why the run failed."""
+    """Return the cause of the run's failure."""
     with pytest.raises(af.KernelError) as caught:
         await run(fetch, feeds)
     assert caught.value.__cause__ is not None

@@ -89,7 +89,7 @@ def bind(
 
 
 async def fetched(device: SimDevice, value: DeviceValue) -> Any:
-    """What a copy to the host delivers, once it does."""
+    """Return the result of a copy to the host, once it has ended."""
     future = device.machine.loop.create_future()
     value.to_host(lambda array, error: future.set_result((array, error)))
     array, error = await future
@@ -98,7 +98,7 @@ async def fetched(device: SimDevice, value: DeviceValue) -> Any:
 
 
 def received(device: SimDevice, value: Any, source: SimDevice) -> Any:
-    """What is received at once."""
+    """Return the result of a receive that ends at once."""
     got: list[Any] = []
     device.receive(value, source, lambda array, error: got.append((array, error)))
     ((array, error),) = got

@@ -67,7 +67,7 @@ def test_a_count_is_a_positive_int(threads: object) -> None:
 def test_without_threadpoolctl_blas_keeps_its_threads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A machine with cards may run asyncflow from its source tree, with what there is."""
+    """A machine with cards may run asyncflow from its source tree, with the packages that it has."""
     monkeypatch.setattr(blas, "ThreadpoolController", None)
     monkeypatch.setattr(blas, "_process", type(blas._process)())
     lease = acquire_blas_threads(1)

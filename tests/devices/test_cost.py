@@ -85,7 +85,9 @@ def test_the_static_estimate_holds_until_the_first_measurement() -> None:
 
 
 def test_a_user_function_proves_itself_again_after_each_slow_call() -> None:
-    """Behaviour 108: eight short calls, then 64 behind one that held the loop, at each node that calls it."""
+    """Behaviour 108: eight short calls, then 64 after a call that held the loop, at each node that calls the
+    function.
+    """
     proof = Proof()
     cost, other = UserCost([proof]), UserCost([proof])
     for node in (cost, other):

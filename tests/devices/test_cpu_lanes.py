@@ -1,4 +1,4 @@
-"""Which thread a firing goes to. Order is seen by events; no test looks at a clock."""
+"""The threads that firings go to. Events show the order; no test looks at a clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Held:
         self.lanes.submit(work, args, lambda *found: outcome.set_result(found), self.loop, **options)
 
     async def ended(self) -> list[Any]:
-        """What was delivered, once all has."""
+        """Return the deliveries, once all have ended."""
         self.gate.set()
         async with asyncio.timeout(PATIENCE_S):
             return [await outcome for outcome in self.outcomes]
@@ -73,13 +73,15 @@ def test_cpu_devices_of_a_session_share_the_cores(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_unmeasured_firings_have_one_more_lane(held: Held) -> None:
-    """So that long ones that are known do not hold it up; nor does it wait behind another while a lane is free."""
+    """The lane keeps long known firings from holding up an unmeasured one; nor does it wait behind another while a lane
+    is free.
+    """
     assert [held.give(None, node=node) for node in "abc"] == ["compute", "compute:1", "compute:2"]
     assert held.give(LONG_NS) in ("compute", "compute:1")
 
 
 async def test_a_burst_of_first_firings_does_not_hold_up_another_node(held: Held) -> None:
-    """Behaviour 95: what has others of its node under way may be as long as they prove to be."""
+    """Behaviour 95: a firing may be long as long as other firings of its node are under way."""
     burst = [held.give(None, node="large") for _ in range(6)]
     assert burst == ["compute", "compute:1"] * 3
     assert held.give(None, node="small") == "compute:2"
@@ -138,7 +140,7 @@ async def test_a_firing_stays_on_the_planned_lane_if_that_is_idle(monkeypatch: p
 
 
 async def test_one_state_is_never_on_two_threads_at_once(held: Held) -> None:
-    """Code that keeps state queues behind its own kind, whatever it is expected to take, and nobody else does."""
+    """Code that keeps state queues only behind its own kind, however long it is expected to take."""
     owner, other = [1], [1]  # which are equal, and cannot be hashed
     assert not held.lanes.holds(owner)
     lane = held.give(SHORT_NS, owner=owner)

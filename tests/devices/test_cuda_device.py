@@ -1,4 +1,4 @@
-"""A CUDA device on the stand-in for CuPy: its copies, what it keeps alive, what it waits for, how it ends."""
+"""A CUDA device on the stand-in for CuPy: its copies, the values that it keeps alive, its waits, and its end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fetched(device: CudaDevice, value: Any) -> asyncio.Future[Any]:
 
 
 def computed(device: CudaDevice, compute: Callable[..., Any], *values: CudaArray, stream: int = 0) -> CudaArray:
-    """What a kernel gives on one of the compute streams."""
+    """Return the result of a kernel on one of the compute streams."""
     lane = device.compute_streams[stream]
     for value in values:
         value.order(lane)
@@ -255,7 +255,7 @@ async def test_a_cancelled_copy_keeps_its_memory_until_the_card_is_done_with_it(
 
 
 async def test_a_copy_in_marks_its_end_once(cupy: FakeCupy) -> None:
-    """For those who use the array and for the host's end of it, which is not lent again before, whoever gives up."""
+    """The mark is for users of the array and for the host's end of it, which is lent again only after it."""
     async with opened(cupy) as device:
         slab = device.copies._small
         cupy.pause()
@@ -365,7 +365,7 @@ async def test_a_copy_in_order_of_a_view_keeps_its_source(seed: int) -> None:
 async def test_memory_that_a_copy_fills_is_kept_until_its_home_waits_for_the_copy(
     copy: str, used_on: int | None, is_kept: bool
 ) -> None:
-    """The host is far ahead: the copy of what it has used and dropped has not even begun."""
+    """The host is far ahead: the copy of a value that it has used and dropped has not even begun."""
     value = np.full(4096, 2.0)
     with FakeCupy(seed=3) as cupy:
         async with opened(cupy) as one, opened(cupy, 1, compute_streams=2) as other:

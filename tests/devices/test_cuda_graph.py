@@ -1,4 +1,4 @@
-"""Regions as CUDA graphs, on a stand-in for CuPy: the results are those without graphs, whatever happens."""
+"""Regions as CUDA graphs, on a stand-in for CuPy: the results equal the results without graphs in every case."""
 
 from __future__ import annotations
 

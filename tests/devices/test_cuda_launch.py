@@ -1,4 +1,4 @@
-"""What launchers do: launches, uploads, counts, failures; kernels of the host; regions step by step."""
+"""Work of launchers: launches, uploads, counts, failures; kernels of the host; regions step by step."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ async def test_what_the_body_raises_is_raised(device: CudaDevice, bind: Callable
 
 
 class Rows:
-    """Adds the numbers below i, for each i below a limit, those of odd i with the other sign."""
+    """Adds the numbers below i, for each i below a limit, with the other sign if i is odd."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.xp = device.cupy

@@ -24,7 +24,7 @@ def card(fake: FakeCupy) -> Card:
 
 
 def decided(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of NumPy's arrays gives."""
+    """Return the result of a function of NumPy's arrays."""
     running = decisions(function, arguments)
     decision = advance(running, None)
     while not isinstance(decision, Ended):
@@ -42,7 +42,7 @@ def _results(decision: Decision) -> list[Any]:
 
 
 def wanted(condition: Callable[..., Any], body: Callable[..., Any], values: Sequence[Any]) -> tuple[list[Any], int]:
-    """What NumPy gives, and after how many iterations."""
+    """Return NumPy's result, and the number of iterations."""
     return by_numpy(lambda *v: decided(condition, *v), lambda *v: decided(body, *v), list(values))
 
 
@@ -91,7 +91,7 @@ def test_a_branch_is_one_node_that_holds_both(card: Card, monkeypatch: pytest.Mo
 
 
 def test_a_branch_of_captures_numbers_and_aliases(card: Card) -> None:
-    """Its results may be what it was given, the same twice, numbers of the host, or empty."""
+    """The results may be inputs, the same value twice, numbers of the host, or empty."""
 
     def body(xp: Any, i: Any, x: Any, y: Any, kind: Any, none: Any, other: Any) -> Any:
         def swapped(x: Any, y: Any, none: Any) -> Any:
@@ -231,7 +231,7 @@ def test_a_loop_inside_that_would_never_end_ends(card: Card) -> None:
 
 
 def test_what_a_loop_inside_captures_is_there_for_all_its_iterations(card: Card) -> None:
-    """Its memory is not freed in the body, where what is computed next would take it."""
+    """The memory of a capture is not freed in the body, where the next result would take it."""
 
     def body(xp: Any, i: Any, x: Any) -> Any:
         def inner(j: Any, x: Any, step: Any) -> Any:

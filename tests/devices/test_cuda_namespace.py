@@ -1,4 +1,4 @@
-"""The namespace of kernels on CUDA devices, and what state does with it, on arrays that no one can look at."""
+"""The namespace of kernels on CUDA devices, and its use by state, on arrays without visible values."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_many_arrays_are_joined_a_few_at_a_time(n: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128", "bfloat16"])
 def test_many_arrays_of_one_shape_are_stacked_by_one_launch(dtype: str) -> None:
-    """For each 64 of them, by their addresses; those that are not in C order are joined."""
+    """One launch stacks 64 arrays by their addresses; arrays that are not in C order are joined."""
     values = np.random.default_rng(1).integers(0, 100, (150, 2, 3)).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     with FakeCupy(seed=1) as cupy:
         xp = CudaNamespace(cupy)

@@ -419,7 +419,7 @@ class FirstFit(RuleBasedStateMachine):
         self.slab.close()
 
     def _serve(self) -> None:
-        """What has been handed out, in turn, is what the model hands out."""
+        """Compare the buffers that have been handed out, in turn, with the model's."""
         while self.waiting:
             buffer = self.served.pop(0) if self.served else None
             self._compare(buffer, self.waiting[0])

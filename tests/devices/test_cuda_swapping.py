@@ -34,7 +34,7 @@ VALUE = SIDE * SIDE * 4
 """A value that may move: 64 KiB."""
 
 LIMIT = 20 * VALUE
-"""Where a loop that keeps all its values holds more."""
+"""A limit below the memory of a loop that keeps all its values."""
 
 ROOM = 1 << 30
 
@@ -66,7 +66,7 @@ def nested(x: Any, w: Any) -> Any:
 
 
 class Training:
-    """A training step: its graph, and what it is fed."""
+    """A training step: its graph, and its feeds."""
 
     def __init__(self, build: Callable[..., Any] = loop, *, order: int = 1) -> None:
         with af.Graph() as self.graph:
@@ -80,7 +80,7 @@ class Training:
 
     @asynccontextmanager
     async def session(self, **options: Any) -> AsyncIterator[af.Session]:
-        """Afterwards the card holds nothing, nor does anybody else; `least_bytes` may move."""
+        """Open a session; afterwards the card and the accounts hold nothing. `least_bytes` may move."""
         least_bytes = options.pop("least_bytes", None)
         async with af.Session(self.graph, **{"devices": ["cuda:0"], **options}) as session:
             if least_bytes is not None:
@@ -106,7 +106,7 @@ def swapping_of(session: af.Session) -> Any:
 
 
 def held(session: af.Session) -> list[int]:
-    """What accounts say that should be nothing, once copies have ended."""
+    """Return the figures of accounts that should be 0 once copies have ended."""
     moves = swapping_of(session)
     now = moves.statistics()
     counts = [now.kept, now.host, now.disk, now.moved_out - now.moved_in - now.discarded, len(moves._known)]
@@ -115,7 +115,7 @@ def held(session: af.Session) -> list[int]:
 
 
 async def settled(session: af.Session) -> None:
-    """Returns once nothing is held, or says what is."""
+    """Wait until nothing is held, or fail with the figures."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             for turn in count():
@@ -182,7 +182,7 @@ async def test_several_streams_and_graphs_move_too(cupy: FakeCupy, options: Any)
 
 
 async def test_the_host_takes_no_more_than_its_limit(cupy: FakeCupy) -> None:
-    """What has no place stays on the card, and the error says how many bytes were missing where."""
+    """A value without a place stays on the card, and the error says how many bytes were missing where."""
     training = Training()
     with pytest.raises(af.OutOfMemoryError) as caught:
         # A plan would run iterations again in so little memory.
@@ -192,7 +192,9 @@ async def test_the_host_takes_no_more_than_its_limit(cupy: FakeCupy) -> None:
 
 
 def needs_much(x: Any, w: Any) -> Any:
-    """What a loop saves is less than makes memory short, and then much is needed at once; no plan knows its length."""
+    """The saved values alone do not make memory short, and then much is needed at once; no plan knows the loop's
+    length.
+    """
     y = loop(x, w, steps=af.astype(af.sum(x * 0.0), "int64") + 10)
     much = af.concat([y] * 6, axis=0)
     return af.sum(much * much)
@@ -200,7 +202,7 @@ def needs_much(x: Any, w: Any) -> Any:
 
 @pytest.mark.parametrize("regions", [True, False])
 async def test_what_may_move_makes_room_for_what_does_not_fit(cupy: FakeCupy, regions: bool) -> None:
-    """Fault F30: an allocation that fails is tried once more, and nobody waits but streams."""
+    """Fault F30: an allocation that fails is tried once more, and only streams wait."""
     training = Training(needs_much)
     never, kept = await training.once(regions=regions, memory_limit=ROOM // 32)
     async with training.session(regions=regions, memory_limit=kept.peak - 2 * VALUE) as session:
@@ -242,7 +244,7 @@ async def test_where_memory_is_short_streams_wait_for_copies_out_and_the_host_la
 
 @pytest.mark.usefixtures("always")
 async def test_the_host_pins_no_more(cupy: FakeCupy) -> None:
-    """Fault F31: values stay on the card as they were; where they do not fit the error says what was refused."""
+    """Fault F31: values stay on the card as they were; if they do not fit, the error names the refused request."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     async with training.session(memory_limit=ROOM // 32) as session:
@@ -260,7 +262,7 @@ async def test_the_host_pins_no_more(cupy: FakeCupy) -> None:
 @pytest.mark.parametrize("direction", ["move_out", "move_in"])
 @pytest.mark.usefixtures("always")
 async def test_a_copy_that_fails(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
-    """Fault F31: on its way out the value stays; on its way back, who reads it gets the error."""
+    """Fault F31: on its way out the value stays; on its way back, its reader gets the error."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     async with training.session() as session:

@@ -1,4 +1,4 @@
-"""What this machine is said to be, and what holds its BLAS back."""
+"""The description of this machine, and of settings that slow its BLAS down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 
 
 def printed(*arguments: str, **variables: str) -> str:
-    """What Python prints in an environment that has these variables, and no others of their kind."""
+    """Return Python's output in an environment with these variables, and no others of their kind."""
     clean = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -29,7 +29,7 @@ def printed(*arguments: str, **variables: str) -> str:
 
 
 def devices_with(**variables: str) -> str:
-    """What ``asyncflow devices`` prints in such an environment."""
+    """Return the output of ``asyncflow devices`` in such an environment."""
     return printed("-m", "asyncflow", "devices", **variables)
 
 

@@ -1,4 +1,4 @@
-"""What arrays have freed is kept while sessions are open, and given back after the last."""
+"""Memory freed by arrays is kept while sessions are open, and given back after the last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 
 class Glibc:
-    """Notes what it is told."""
+    """Notes the calls that it gets."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
@@ -140,7 +140,7 @@ af.run(main())
 @pytest.mark.slow
 @pytest.mark.parametrize("arrays", [40, 200])
 def test_a_run_that_is_done_again_takes_no_new_pages(arrays: int) -> None:
-    """An array has 195 pages, and so has its sum; those of 200 are in several parts of a thread's heap."""
+    """An array has 195 pages, and so has its sum; 200 arrays are in several parts of a thread's heap."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(arrays=arrays)],
         capture_output=True,
@@ -179,7 +179,7 @@ af.run(main())
 
 
 def test_a_thread_takes_what_another_has_freed_where_values_go_to_a_file(tmp_path: Path) -> None:
-    """What comes back is made on another thread than what went: 122 MiB were taken twice."""
+    """A returning value is made on another thread than the value that left: 122 MiB were taken twice."""
     program = MADE_ON_TWO_THREADS.format(directory=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S

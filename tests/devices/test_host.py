@@ -1,4 +1,6 @@
-"""The host of simulated devices: one thread for all of them, or one each, and what takes its time. Behaviour 99."""
+"""The host of simulated devices: one thread for all of them, or one each, and the work that takes its time.
+Behaviour 99.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SLOW = replace(HOST, launches="regions", launch_s=1e-3)
 
 
 def _products(cards: int, **options: Any) -> tuple[float, list[Any]]:
-    """Seconds of ten small products on each of some cards, and what came of them."""
+    """Return the seconds of ten small products on each of some cards, and the results."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4, 4))
         out = []
@@ -105,7 +107,9 @@ def test_however_kernels_are_launched_the_values_are_the_same(launches: Any) -> 
 
 
 def test_values_that_a_region_saves_and_finds_again_are_no_views() -> None:
-    """What a loop saves for its gradient stays where it is: an entry of a list, and no call of a library of arrays."""
+    """Values that a loop saves for its gradient stay where they are: entries of a list, without a call of an array
+    library.
+    """
     with af.Graph() as graph:
         x, steps = af.placeholder("float32", (8, 8)), af.placeholder("int32", ())
         _, y = af.while_loop(lambda i, _: i < steps, lambda i, y: (i + 1, af.tanh(af.exp(y) * x)), (np.int32(0), x))

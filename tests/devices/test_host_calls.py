@@ -1,4 +1,4 @@
-"""What the host is asked to do is the same on simulated cards as on the stand-in for CuPy. Behaviour 99."""
+"""Calls of the host are the same on simulated cards as on the stand-in for CuPy. Behaviour 99."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _counter(kind: str) -> Program:
 
 
 def _device_predicate(kind: str) -> Program:
-    """A loop that decides by what is on the card, which the host has to fetch."""
+    """A loop whose predicate depends on values on the card, which the host has to fetch."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4, 4))
         return graph, af.while_loop(lambda y: af.sum(y) < 50, lambda y: (y + y @ y,), (x,)), {x: np.eye(4)}
@@ -97,7 +97,7 @@ def _elementwise(kind: str) -> Program:
 
 
 async def _counted(program: Program, count: Callable[[], Any], options: dict[str, Any], kind: str) -> tuple[Any, Any]:
-    """What `count` says of a run behind some others, and its values."""
+    """Return the result of `count` for a run behind some others, and its values."""
     graph, fetches, feeds = program
     feeds = {tensor: np.asarray(value, np.float32) for tensor, value in feeds.items()}
     # What asks for no device would go where a kind of card has it done first.

@@ -183,7 +183,7 @@ def test_buffers_made_and_freed_by_many_threads_add_up() -> None:
 
 
 def test_a_value_just_over_the_limit_is_told_in_bytes() -> None:
-    """Where both figures would read 8.0 KiB."""
+    """Both figures would read 8.0 KiB."""
     account = MemoryAccount("cpu:0", 8192)
     value = np.zeros(8196, np.uint8)
     with pytest.raises(MemoryLimitExceeded, match="cpu:0 holds 8196 bytes, over its limit of 8192 bytes, after"):

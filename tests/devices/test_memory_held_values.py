@@ -1,4 +1,4 @@
-"""What stores hold counts as held, on every kind of device, for as long as they hold it."""
+"""Values in stores count as held, on every kind of device, for as long as the stores hold them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LIMIT = 64 << 20
 """On a CPU stores are looked into only where there is a limit."""
 
 SMALL = ELEMENT // 4
-"""What counters and constants, and what a CPU counts beside each value, may take."""
+"""Bytes of counters and constants, and of the overhead that a CPU counts for each value."""
 
 KINDS = ("sim", "virtual cpu", "cuda", "cpu")
 
 Look = Callable[[Any], af.Tensor]
-"""Notes how much the device holds; gives what it is given."""
+"""Notes how much the device holds; returns its argument."""
 
 
 @contextmanager
 def loops(kind: str) -> Iterator[Callable[[Any], Any]]:
-    """Where a session on a device of this kind runs."""
+    """Return the event loop for a session on a device of this kind."""
     with ExitStack() as stack:
         if kind in ("sim", "virtual cpu"):
             yield stack.enter_context(virtual_clock("v100")).run
@@ -42,7 +42,7 @@ def loops(kind: str) -> Iterator[Callable[[Any], Any]]:
 
 
 def held_by(kind: str, build: Callable[[Look], af.Tensor], *, regions: bool) -> tuple[list[int], int]:
-    """Bytes held at each call of `look` while what is built runs, and at the most; afterwards nothing is held."""
+    """Return the bytes held at each call of `look` during the run, and the most; afterwards nothing is held."""
     seen: list[int] = []
 
     async def main() -> int:
@@ -211,7 +211,7 @@ def test_a_store_that_outgrows_the_memory_ends_its_run_alone(kind: str, regions:
 
 
 def numpy_bytes() -> int:
-    """What NumPy holds, as Python's own account of memory has it."""
+    """Return the bytes that NumPy holds, by Python's own account of memory."""
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
     return sum(each.size for each in snapshot.statistics("filename"))
 
@@ -293,7 +293,9 @@ def test_stores_and_saved_values_give_back_their_bytes_as_the_gradient_reads_the
 
 @pytest.mark.parametrize("regions", [True, False])
 def test_rows_that_wait_for_their_product_count_until_it_is_made(regions: bool) -> None:
-    """With the sum of the products so far: the account is what Python holds, within what is too small to be counted."""
+    """The sum of the products so far counts, too: the account equals the bytes that Python holds, but for small
+    values.
+    """
     steps, batch, units = 40, 8, 128
     state = af.spec("float32", (batch, units))
     found: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What a simulated device computes, and when: times are worked out by hand from `tests.devices.sim_machines`."""
+"""Results and times of a simulated device: times are worked out by hand from `tests.devices.sim_machines`."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def test_spans_are_recorded_while_asked_for(device: SimDevice, loop: VirtualCloc
 
 
 def test_recordings_nest(device: SimDevice) -> None:
-    """What another run launches is in nobody else's record."""
+    """Launches of another run are in no other record."""
     mine: list[Span] = []
     with recording(device, mine):
         with recording(device, None):

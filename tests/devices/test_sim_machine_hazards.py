@@ -1,4 +1,4 @@
-"""The race detector: what is ordered passes, and what is not is found."""
+"""The race detector: ordered accesses pass, and unordered ones are found."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_memory_for_a_copy_may_still_be_in_use_by_compute(machine: SimMachine) -
 
 
 def test_closed_devices_are_forgotten(machine: SimMachine) -> None:
-    """A machine on which many sessions come and go remembers nothing of them, and takes what they leave for no hazard.
+    """A machine on which many sessions come and go forgets them, and takes their remains for no hazard.
 
     One device stays open, and receives from all of them.
     """
@@ -274,7 +274,7 @@ def test_a_cancelled_run_leaves_buffers_to_copies(
 def test_memory_that_a_copy_fills_is_kept_until_its_pool_waits_for_the_copy(
     machine: SimMachine, copy: str, is_used: bool
 ) -> None:
-    """The host is far ahead: the copy of what it has used and dropped has not even begun."""
+    """The host is far ahead: the copy of a value that it has used and dropped has not even begun."""
     one, other = SimDevice(machine, 0), SimDevice(machine, 1)
     x = received(other, array(one, size=10_000), one) if copy == "receive" else other.copy_in(np.ones(10_000, "f4"))
     y = bind(other, np.negative)(x) if is_used else None
@@ -368,7 +368,7 @@ def test_outputs_of_one_kernel_that_share_memory_share_storage(machine: SimMachi
 
 
 class Cell:
-    """What keeps an array."""
+    """A holder of an array."""
 
     def __init__(self, value: np.ndarray | None = None) -> None:
         self.value = value

@@ -155,7 +155,7 @@ def test_what_a_kernel_gives_is_where_it_is_with_all_checks(
 
 
 def test_small_arrays_with_data_and_without_are_told_apart(loop: VirtualClockLoop) -> None:
-    """An array of up to 4 KiB has data in a simulation of shapes, unless it is computed from one that has none."""
+    """An array of up to 4 KiB has data in a simulation of shapes, unless it is computed from an array without data."""
     device = SimDevice(machine_of(loop, shapes_only=True))
     small, large = (device.constant(np.ones(length, np.float32)) for length in (4, 2048))
     unknown = bind(device, lambda a: a[:4] * 2, infer=lambda specs: [(np.dtype(np.float32), (4,))])(large)

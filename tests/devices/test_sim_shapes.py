@@ -22,7 +22,7 @@ Step: TypeAlias = "Callable[[af.Tensor], af.Tensor]"
 def outcome(
     program: Callable[[af.Tensor], Any], rows: int, *, device: str = "sim:0", shapes_only: bool
 ) -> tuple[Any, int]:
-    """What a program gives for an array of so many rows, of which the graph knows nothing, and when."""
+    """Return the result and time of a program for an array of `rows` rows, of which the graph knows nothing."""
     with virtual_clock("1 x v100", shapes_only=shapes_only) as clock, af.Graph():
         x = af.placeholder("float32", (None, None))
         fetches = program(x)

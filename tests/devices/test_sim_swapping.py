@@ -1,4 +1,4 @@
-"""Saved values on simulated cards: to the host and back on virtual time, found out where nobody waits."""
+"""Saved values on simulated cards: to the host and back on virtual time, noticed without a wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUE = SIDE * SIDE * 4
 
 @dataclass
 class Outcome:
-    """What became of a training step.
+    """The results of a training step.
 
     Attributes:
         values: the gradients.
@@ -234,7 +234,7 @@ def test_copies_are_hidden_behind_compute_where_they_are_shorter() -> None:
 
 
 def test_the_host_takes_no_more_than_its_limit() -> None:
-    """What has no place stays on the card, and the error says how many bytes were missing where."""
+    """A value without a place stays on the card, and the error says how many bytes were missing where."""
     outcome = train(swap_memory=True, host_memory_limit=5 * VALUE)
     assert 0 < outcome.memory.moved_out < 30 * VALUE
     with pytest.raises(af.OutOfMemoryError) as caught:
@@ -258,7 +258,7 @@ def test_a_value_read_before_it_is_back_is_a_hazard(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("build", "steps"), [(loop, [f"while/{k}" for k in range(STEPS - 1)]), (nested, [])])
 def test_copies_on_the_timeline_name_the_value_its_iteration_and_its_bytes(build: Any, steps: list[str]) -> None:
-    """Of each run its own, whoever has started them; counters say what has moved so far."""
+    """Copies belong to their run, whichever run started them; counters say how much has moved so far."""
     outcome = train(build, swap_memory=True, trace=True)
     assert outcome.trace is not None
     copies = [firing for firing in outcome.trace.firings if firing.outputs == "256.0 KiB"]
@@ -283,7 +283,7 @@ def test_copies_on_the_timeline_name_the_value_its_iteration_and_its_bytes(build
 
 @pytest.mark.parametrize("regions", [True, False])
 def test_counters_tell_the_state_at_the_launch(regions: bool) -> None:
-    """One region launches a whole loop; yet its kernels each say what was there at their time."""
+    """One region launches a whole loop; yet the counters of its kernels have the values of their times."""
     outcome = train(swap_memory=True, trace=True, regions=regions)
     assert outcome.trace is not None
     samples = sorted(outcome.trace.memory, key=lambda sample: sample.time_ns)

@@ -1,4 +1,6 @@
-"""Loops that ask for an iteration's memory, and runs that share what there is, on simulated cards and virtual time."""
+"""Loops that ask for an iteration's memory, and runs that share a card's memory, on simulated cards and virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Machine:
         return grads
 
     def check_end(self) -> None:
-        """Nothing is held, and nobody waits."""
+        """Check that nothing is held, and no run waits."""
         now, gate = self.swapping.statistics(), self.swapping.gate
         assert now.moved_out == now.moved_in + now.discarded
         assert (now.kept, now.host, self.swapping.spaces[0].used, self.device.memory.used) == (0, 0, 0, 0)
@@ -57,7 +59,7 @@ class Machine:
 def on_machine(
     main: Callable[[Machine], Awaitable[Any]], *, limit: int | None, regions: bool, seed: int | None = None
 ) -> Any:
-    """What ``await main(machine)`` gives, in a virtual world of its own; nothing is held afterwards."""
+    """Return the result of ``await main(machine)``, in a virtual world of its own; nothing is held afterwards."""
     with virtual_clock("k40", seed=seed or 0, jitter=0.1 if seed else 0.0) as clock, af.Graph():
         x = af.placeholder("float32", (SIDE, SIDE))
         w = af.placeholder("float32", (SIDE, SIDE))
@@ -241,7 +243,7 @@ def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: boo
 def test_a_run_beside_an_older_one_is_cancelled_at_any_time(
     share: float, regions: bool, expected: list[list[Array]]
 ) -> None:
-    """Fault F18: what is in flight included; the older one goes on, and so does the next."""
+    """Fault F18: values in flight are included; the older run goes on, and so does the next."""
 
     async def whole_s(machine: Machine) -> float:
         began_s = asyncio.get_running_loop().time()

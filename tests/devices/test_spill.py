@@ -1,4 +1,4 @@
-"""`SpillFile`: what is written comes back, and what does not is said."""
+"""`SpillFile`: written values come back, and missing ones are reported."""
 
 from __future__ import annotations
 

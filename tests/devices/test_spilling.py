@@ -27,7 +27,7 @@ STEPS = 40
 
 
 def program(*, steps: int = STEPS, swap_memory: bool = False, window: int = 32, side: int = SIDE) -> tuple[Any, Any]:
-    """A gradient, and what is fed: each step saves three values, each step of the gradient reads them."""
+    """A gradient, and its feeds: each step saves three values, each step of the gradient reads them."""
     x = af.placeholder("float64", (side, side))
 
     def body(i: Any, y: Any) -> Any:
@@ -38,7 +38,7 @@ def program(*, steps: int = STEPS, swap_memory: bool = False, window: int = 32, 
 
 
 def traced_bytes() -> int:
-    """What NumPy holds in all, as Python's own account of memory has it."""
+    """Return the bytes that NumPy holds in all, by Python's own account of memory."""
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
     return sum(each.size for each in snapshot.statistics("filename"))
 
@@ -58,7 +58,7 @@ async def gradient(dx: Any, x: Any, **options: Any) -> tuple[np.ndarray[Any, Any
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("swap_memory", [True, False])
 async def test_gradients_are_the_same_bits_with_a_file(tmp_path: Path, regions: bool, swap_memory: bool) -> None:
-    """Behaviour 68: with a limit of two thirds of what is held, through a file, on threads."""
+    """Behaviour 68: with a limit of two thirds of the held bytes, through a file, on threads."""
     with af.Graph():
         dx, x = program(swap_memory=swap_memory, window=1)
         expected, kept = await gradient(dx, x, regions=regions, memory_limit=1 << 30)
@@ -105,7 +105,7 @@ class SlowDisk:
         monkeypatch.setattr(Swapping, "throttle", throttled)
 
     def go_on(self, count: int) -> None:
-        """Writes so many values more."""
+        """Write a number of further values."""
         with self._changed:
             self._left += count
             self._changed.notify_all()
@@ -159,7 +159,7 @@ async def test_nothing_moves_for_feeds(tmp_path: Path) -> None:
 
 
 async def test_copies_to_a_file_and_back_are_on_the_timeline(tmp_path: Path) -> None:
-    """With the value, its iteration and its bytes; those for which a thread has waited are late."""
+    """Copies have the value, its iteration and its bytes; copies that a thread has waited for are late."""
     trace = af.Trace()
     with af.Graph():
         dx, x = program(swap_memory=True, window=1)
@@ -218,7 +218,7 @@ def watched(sessions: list[af.Session], held: list[tuple[int, int]]) -> Callable
 
 @pytest.mark.parametrize("regions", [True, False])
 async def test_a_gradient_loop_gives_back_read_values(regions: bool) -> None:
-    """What the account holds is what Python holds, in each step of the gradient, and it falls."""
+    """The account equals the bytes that Python holds, in each step of the gradient, and it falls."""
     held: list[tuple[int, int]] = []
     with af.Graph() as graph:
         x = af.placeholder("float64", (SIDE, SIDE))

@@ -40,7 +40,7 @@ class Machine:
 
     @property
     def used(self) -> int:
-        """What is on the device: values that are, and the target or source of each copy in flight."""
+        """Return the bytes on the device: values there, and the target or source of each copy in flight."""
         here = [
             x for x in self.handles if x.state in (SavedState.KEPT, SavedState.LEAVING, SavedState.COMING) or x.copying
         ]
@@ -100,7 +100,7 @@ class Machine:
         return handle
 
     def read(self, handle: SavedHandle) -> bool:
-        """Whether it is there; then it is let go of."""
+        """Return True if the value is there; then it is released."""
         self.now_ns += 1000
         self.start(self.moves.wanted(handle, self.now_ns))
         if handle.state is SavedState.COMING:
@@ -131,7 +131,7 @@ class Machine:
         self.moves.came(self.into.pop(0), taken_ns)
 
     def check(self) -> None:
-        """What holds at any time."""
+        """Check the invariants of any moment."""
         now = self.moves.statistics()
         here = [x for x in self.handles if x.state in (SavedState.KEPT, SavedState.LEAVING, SavedState.COMING)]
         away = [x for x in self.handles if x.state is SavedState.AWAY]
@@ -143,7 +143,7 @@ class Machine:
         assert all(count == 1 for count in self.moved.values())
 
     def check_end(self) -> None:
-        """What holds when all values are gone and no copy is in flight."""
+        """Check the state after all values are gone and no copy is in flight."""
         self.check()
         now = self.moves.statistics()
         assert now.moved_out == now.moved_in + now.discarded
@@ -298,7 +298,9 @@ def test_nothing_comes_ahead_into_memory_that_others_need() -> None:
     ("is_measured", "takes", "ahead"), [(True, 1, 4), (True, 3, 2), (False, 1, 1)], ids=["plenty", "tight", "unknown"]
 )
 def test_values_that_come_further_ahead_leave_room_for_iterations(is_measured: bool, takes: int, ahead: int) -> None:
-    """For the rest of this one and for the next; nothing comes so far while nobody knows what one takes."""
+    """Room is left for the rest of this iteration and for the next; values come less far ahead while the need is
+    unmeasured.
+    """
     machine = Machine(limit=10 * MIB)
     values = [machine.save(str(number), always=True) for number in range(8)]
     while machine.out:
@@ -380,7 +382,9 @@ def test_no_iteration_takes_fed_bytes() -> None:
 
 @pytest.mark.parametrize("is_placed", [True, False])
 def test_an_iteration_of_an_outer_loop_is_measured_until_an_inner_one_begins(is_placed: bool) -> None:
-    """That is what it asks for; in all it takes what all do. A loop in a region does not know what is around it."""
+    """The gate asks for that measurement, and the whole takes as much as all parts. A loop in a region knows no outer
+    loop.
+    """
     account = Measured()
     outer = WorkingSet(account, is_around=True)
     gate, inner = MemoryGate(account), WorkingSet(account, outer if is_placed else None)
@@ -685,5 +689,5 @@ def test_every_interleaving_of_two_loops(limit: int | None, always: tuple[bool, 
 @pytest.mark.parametrize("needs", [None, MIB, 2 * MIB])
 @pytest.mark.parametrize("limit", [5 * MIB, 3 * MIB])
 def test_every_interleaving_of_two_loops_of_three_values(limit: int, needs: int | None) -> None:
-    """Six values in all, where copies succeed and nobody gives up."""
+    """Six values in all; copies succeed and no reader gives up."""
     assert explore(limit, (3, 3), (False, False), needs=needs, with_faults=False) > 300

@@ -1,4 +1,4 @@
-"""What the mover of saved values costs where nothing moves, and what it hands over once something may."""
+"""Costs of the mover of saved values while nothing moves, and the values that it hands over afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def program(steps: int = STEPS) -> tuple[list[af.Tensor], dict[Any, Any]]:
 
 
 async def calls(**options: Any) -> float:
-    """How many functions of these rooms are called in an iteration, on whatever thread, once a run has been."""
+    """Return how many functions of these rooms an iteration calls, on any thread, after a first run."""
     found = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:

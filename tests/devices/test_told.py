@@ -16,7 +16,7 @@ from asyncflow.devices.told import Holding, ToldAccount
 
 KIB = 1024
 FEW = 2 * KIB
-"""What Python takes for the arrays of a test."""
+"""Bytes of Python objects for the arrays of a test."""
 
 
 def array(nbytes: int = 64 * KIB) -> np.ndarray:

@@ -21,12 +21,12 @@ class Loop:
     frame: str
     window: int = 32
     marks: bool = True
-    """Whether its predicate stands behind a loop_cond."""
+    """True if its predicate stands behind a loop_cond."""
     until: bool = False
-    """Whether it goes on as long as the predicate does not hold."""
+    """True if it goes on as long as the predicate does not hold."""
 
     def enter(self, value: Any) -> af.Tensor:
-        """What is in every iteration."""
+        """Return a value that is in every iteration."""
         return af.raw.enter(value, self.frame, constant=True, parallel_iterations=self.window)
 
     def write(
@@ -36,7 +36,9 @@ class Loop:
         initial: Sequence[Any],
         constants: Sequence[af.Tensor] = (),
     ) -> Tensors:
-        """What leaves the loop; its body gets the variables, and `constants` as they are where it runs."""
+        """Write the loop and return its results; its body gets the variables, and `constants` as they are on its
+        device.
+        """
         entered = [af.raw.enter(value, self.frame, parallel_iterations=self.window) for value in initial]
         merged = [af.raw.merge(value)[0] for value in entered]
         pred = af.logical_not(go_on(merged)) if self.until else go_on(merged)
@@ -79,7 +81,7 @@ class Program:
     statements: list[Statement]
 
     def numbers(self) -> list[Any]:
-        """What NumPy makes of it."""
+        """Return NumPy's results."""
         state = list(self.values)
         _interpret(self.statements, state)
         return state
@@ -208,7 +210,7 @@ def _changed(statements: Sequence[Statement]) -> set[int]:
 
 
 def write(program: Program) -> tuple[Tensors, dict[af.Tensor, Any]]:
-    """What the program computes, in the current graph, and what to feed."""
+    """Write the program into the current graph; return its results and its feeds."""
     feeds = {af.placeholder("int64", (2,)): value for value in program.values}
     writer = Writer(list(feeds), [af.constant(number) for number in range(NUMBERS)])
     writer.write(program.statements)

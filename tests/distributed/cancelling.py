@@ -18,7 +18,8 @@ def virtual_loop() -> VirtualClockLoop:
 
 
 async def cancelled_at_tick(running: Coroutine[Any, Any, Any], tick: int, passes: int) -> bool:
-    """Cancels so many jumps of the virtual clock, and then passes of the loop, after the start; False: it ended first.
+    """Cancel after a number of jumps of the virtual clock, and then passes of the loop; return False if the run ended
+    first.
 
     `CancelledError` is raised once, and a result that is there is not delivered after a cancel.
     """

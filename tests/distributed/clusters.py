@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 COUNTS = (2, 3, 8)
-"""How many devices what follows is cut over."""
+"""Numbers of devices that programs are cut over."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many devices of a kind.
+    """A number of devices of a kind.
 
     Attributes:
-        kind: ``sim`` for cards on virtual time; on asyncio's loop, ``cpu`` for logical CPUs, ``cuda`` for logical
-            devices on the two cards of a stand-in for CuPy, and ``mixed`` for a CPU and such devices.
+        kind: ``sim`` for cards on virtual time. On asyncio's loop: ``cpu`` for logical CPUs, ``cuda`` for logical
+            devices on the stand-in for CuPy's two cards, and ``mixed`` for a CPU and such devices.
         count: how many.
         link: between the cards; empty for none.
-        jitter: how much the times of a simulation vary.
+        jitter: variation of the times of a simulation.
         seed: of the jitter, and of the order in which the stand-in works.
     """
 
@@ -97,7 +97,7 @@ class Ring:
     """A loop cut over all devices: each has a vector, adds its neighbour's, and loops and branches over it.
 
     Attributes:
-        x: what is fed, a vector of float32.
+        x: the feed, a vector of float32.
         total: one number made of all vectors.
         count: the number of iterations.
     """
@@ -112,7 +112,7 @@ class Ring:
         return {self.x: _fed()}
 
     def expected(self) -> Any:
-        """What NumPy gives, bit for bit."""
+        """Return NumPy's results, bit for bit."""
         half, tenth = np.float32(0.5), np.float32(0.1)
         parts = [_fed() + np.float32(k) for k in range(self.devices)]
         for i in range(self.trips):

@@ -83,7 +83,7 @@ LARGE = np.linspace(0, 1, 1 << 18, dtype=np.float32)
 
 
 def relay(cluster: Cluster) -> tuple[af.Tensor, af.Tensor]:
-    """A value that goes from device to device, and what is fed to it."""
+    """Return a value that goes from device to device, and its feeds."""
     x = passed = af.placeholder("float32", LARGE.shape, name="x")
     for index in range(cluster.count):
         with af.device(cluster.device(index)):

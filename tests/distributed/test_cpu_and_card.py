@@ -46,7 +46,7 @@ def test_a_small_array_from_the_cpu_in_a_region_of_the_card(
 
 @pytest.mark.parametrize("compute_streams", [1, 3])
 def test_a_mask_in_a_loop_of_the_card(graph: af.Graph, compute_streams: int) -> None:
-    """The region of the loop goes on in steps; what was copied in for it stays as long as it does."""
+    """The region of the loop goes on in steps; values copied in for it stay as long as the region does."""
     x = af.placeholder("float64", (None,))
     with af.device(CPU):
         mask = af.sin(x) > 0

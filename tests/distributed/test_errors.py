@@ -1,4 +1,4 @@
-"""Fault F2, F30 and F34, Behaviour 72 and 76: what goes wrong on one of several devices."""
+"""Fault F2, F30 and F34, Behaviour 72 and 76: failures on one of several devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fragile:
 
 
 def fragile_loop(cluster: Cluster, fragile: Fragile) -> tuple[af.Tensor, af.Tensor]:
-    """Six iterations that go through all devices, each of which can fail; and what is fed."""
+    """Six iterations that go through all devices, each of which can fail; and their feeds."""
     x = af.placeholder("float32", (3,))
 
     def body(i: af.Tensor, *parts: af.Tensor) -> tuple[af.Tensor, ...]:
@@ -145,7 +145,7 @@ def test_an_abort_ends_all_that_wait(count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 def test_a_coroutine_that_cannot_be_made(kind: Any) -> None:
-    """Behaviour 76: what is called for a coroutine raises instead, and the run ends like any that failed."""
+    """Behaviour 76: the function that should make a coroutine raises instead, and the run ends like any failed run."""
 
     def call(x: Any) -> Any:
         raise LookupError("no coroutine")
@@ -164,7 +164,7 @@ def test_a_coroutine_that_cannot_be_made(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 def test_a_wrong_dtype_is_not_sent(kind: Any) -> None:
-    """Behaviour 76: in debug mode, what is not as declared fails where it is made, not where it is received."""
+    """Behaviour 76: in debug mode, a value that is not as declared fails where it is made, not where it is received."""
 
     async def main(open_session: OpenSession) -> None:
         spec = af.spec("float32", (2,))
@@ -307,7 +307,7 @@ def on_each(cluster: Cluster, build: Callable[[], af.Tensor]) -> list[af.Tensor]
 
 @pytest.mark.parametrize("found_by", ["a copy to the host", "a copy to another device", "an iteration", "the end"])
 def test_a_hazard_ends_the_run_whoever_finds_it(found_by: str) -> None:
-    """Memory that was freed too early is found by the next call of a device, and that raises where nobody waits."""
+    """The next call of a device finds memory that was freed too early, and raises in code that no run waits for."""
 
     async def main() -> None:
         machine = clock.machine

@@ -31,7 +31,7 @@ KINDS = ("sim", "cpu", "cuda")
 
 
 def counter(on: On, window: int) -> Built:
-    """The predicate on one device, what it counts with on another."""
+    """A loop with its predicate on one device and its counter's operands on another."""
     loop = Loop("counter", window)
     limit, one = loop.enter(7), loop.enter(1)
 
@@ -122,7 +122,7 @@ def branching(on: On, window: int) -> Built:
 
 
 def exits_elsewhere(on: On, window: int) -> Built:
-    """What leaves is used on a third device, and enters a loop there."""
+    """The result of a loop is used on a third device, and enters a loop there."""
     loop, again = Loop("first", window), Loop("second", window)
     limit, one = loop.enter(5), loop.enter(1)
     with af.device(on(1)):
@@ -225,7 +225,7 @@ def triggered(on: On, window: int) -> Built:
 
 
 def half_untaken(on: On, window: int) -> Built:
-    """The counter of a loop that is not taken begins with what is there, and would count if it were let."""
+    """The counter of a loop in an untaken branch begins with ready values, and would count if it could."""
     zero, one_more, three, five = (af.constant(number) * 1 for number in (0, 1, 3, 5))
 
     def summed(side: af.Tensor, name: str) -> af.Tensor:
@@ -366,7 +366,7 @@ def two_predicates() -> Built:
 
 
 def only_in_the_first_iteration() -> Built:
-    """What enters is used by itself."""
+    """The entered value is used by itself."""
     loop = counting_loop(3, frame="f")
     first = af.raw.exit(af.raw.enter(7, "f") + loop.every)
     return [loop.total, first], [3, 7]
@@ -395,7 +395,7 @@ def marked_in_vain() -> Built:
 
 
 def enters_perhaps() -> Built:
-    """What enters is what left another loop in some iteration or other."""
+    """The entered value left another loop in one of its iterations."""
     found = counting_loop(6)
     start = found.found(af.equal(found.every, found.constant(2)))
     return [counting_loop(5, start=start, frame="f").total], [5]
@@ -430,7 +430,9 @@ IRREGULAR: dict[Callable[[], Built], str] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("program", IRREGULAR, ids=lambda program: program.__name__)
 def test_an_irregular_loop_stays_on_one_device(program: Callable[[], Built], kind: Any) -> None:
-    """Whatever else is on others, it gives what it gives on one; and the plan says why, and where that was written."""
+    """The loop has the results of one device, whatever else is on others; the plan says why, and where that was
+    written.
+    """
     with af.Graph() as graph:
         fetches, expected = program()
         beside = af.constant(1) + af.constant(2)
@@ -448,7 +450,7 @@ def test_an_irregular_loop_stays_on_one_device(program: Callable[[], Built], kin
 
 @pytest.mark.parametrize("program", IRREGULAR, ids=lambda program: program.__name__)
 def test_an_irregular_loop_over_two_devices_is_refused(program: Callable[[], Built]) -> None:
-    """In words, with what is wrong, where it was written, and who asked for which device."""
+    """The message says why, where the loop was written, and where each device was requested."""
     with af.Graph() as graph:
         fetches, _ = program()
     inside = [node for node in graph.nodes if graph.frames.get(node) == ("f",) and node.op.name != "next_iteration"]

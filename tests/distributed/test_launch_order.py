@@ -1,4 +1,4 @@
-"""In which order an asynchronous device is given its work: what waits for a copy holds up its stream."""
+"""The order in which an asynchronous device is given its work: a kernel that waits for a copy holds up its stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ KERNELS = 6
 
 
 def _seconds(*, first: str) -> float:
-    """Of two chains of products on two cards, both summed on the second; what goes there is asked for first or last."""
+    """Return the time of two chains of products on two cards, both summed on the second; the copy is asked for first or
+    last.
+    """
     with af.Graph() as graph:
         x = af.placeholder("float32", (SIZE, SIZE))
         ends = []
@@ -42,7 +44,7 @@ def test_ready_kernels_do_not_queue_behind_a_waiting_copy() -> None:
 
 
 def test_a_loop_that_is_always_ready_does_not_keep_out_what_arrives() -> None:
-    """What is on its way goes to the scheduler whenever the device has to catch up with what was launched."""
+    """Arriving values go to the scheduler whenever the device has to catch up with its launches."""
     done: dict[str, float] = {}
 
     @af.op(outputs=af.spec("int32", ()))

@@ -239,7 +239,9 @@ def test_a_read_after_a_write(cluster: Cluster, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @OVER
 def test_each_node_fires_once_a_tag(cluster: Cluster, seed: int) -> None:
-    """Behaviour 73: on its one device; scheduled, started and ended in this order, and what it sends comes later."""
+    """Behaviour 73: a node fires on its one device; it is scheduled, started and ended in this order, and sends
+    later.
+    """
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -264,7 +266,7 @@ def test_each_node_fires_once_a_tag(cluster: Cluster, seed: int) -> None:
 
 @OVER
 def test_equal_nodes_on_different_devices_are_not_joined(cluster: Cluster) -> None:
-    """Behaviour 77: CSE joins what is equal on one device, and nothing over devices."""
+    """Behaviour 77: CSE joins equal nodes on one device, and none across devices."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:

@@ -1,6 +1,6 @@
-"""Random programs, cut over devices at random, give bit for bit what plain NumPy gives.
+"""Random programs, cut over devices at random, give the same bits as plain NumPy.
 
-What they are and mean is said in `tests.property`; there they run on one device. Here each node is on a device picked
+`tests.property` describes these programs, and runs them on one device. Here each node is on a device picked
 at random, ready nodes fire in random order, and simulated kernels and copies take random times.
 """
 
@@ -121,7 +121,7 @@ def test_random_programs_on_a_cpu_and_cards(seed: int, types: Sequence[Type]) ->
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda", "mixed"])
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 10 * SEEDS))])
 def test_large_programs(seed: int, kind: Literal["sim", "cpu", "cuda", "mixed"]) -> None:
-    """Behaviour 92: arrays of 48 KiB to 1 MiB on three devices; what they are is said in `tests.property.large`."""
+    """Behaviour 92: arrays of 48 KiB to 1 MiB on three devices; `tests.property.large` describes the programs."""
     program = write_large_program(seed, (240, 250) if seed % 2 else (64, 100))
     graph, fetches, feeds = build_large(program, 2, is_open=seed % 3 == 0)
     state = dict(program.variables)

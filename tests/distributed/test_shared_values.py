@@ -183,7 +183,7 @@ async def test_a_value_is_copied_once_a_write(cards: FakeCupy) -> None:
 
 
 async def test_copies_of_an_old_value_are_given_back(cards: FakeCupy) -> None:
-    """And those of a session that is closed; others keep theirs."""
+    """Copies are also given back by a session that is closed; other sessions keep theirs."""
     p = Program()
     async with af.Session(p.graph, CARD) as a, af.Session(p.graph, OTHER_CARD) as b:
         async with af.Session(p.graph, SAME_CARD) as c:
@@ -257,7 +257,7 @@ async def test_closing_leaves_what_another_session_has_written(cards: FakeCupy) 
 
 
 async def test_the_value_of_a_session_that_was_dropped(cards: FakeCupy) -> None:
-    """Nobody closed it: its array stays on the card, where others find it."""
+    """The session was never closed: its array stays on the card, where other sessions find it."""
     p = Program()
     session = af.Session(p.graph, CARD)
     await session.run(p.add, {p.x: ONES})
@@ -301,7 +301,7 @@ async def test_a_value_that_came_to_the_host_survives_the_loss(cards: FakeCupy) 
 
 
 async def test_a_cpu_does_not_hold_up_the_loop_for_a_card(cards: FakeCupy) -> None:
-    """What the card writes is waited for on a thread, before the run starts."""
+    """A thread waits for the card's writes, before the run starts."""
     p = Program()
     async with af.Session(p.graph, CARD) as a, af.Session(p.graph, CPU) as c:
         await c.run(p.read)
@@ -382,7 +382,7 @@ async def test_empty_values(cards: FakeCupy) -> None:
 
 
 async def test_reset_while_sessions_use_it(cards: FakeCupy) -> None:
-    """They keep what they hold, which closing them does not bring back."""
+    """Sessions keep the values that they hold, and closing them does not restore the values."""
     p = Program()
     async with af.Session(p.graph, CARD) as a:
         await a.run(p.add, {p.x: ONES})

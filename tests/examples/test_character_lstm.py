@@ -1,4 +1,4 @@
-"""The example that trains an LSTM: what it reads, that it learns, and that it does the same again."""
+"""The example that trains an LSTM: its data, its learning, and its repeatability."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_held_out_text_is_not_learned_from() -> None:
 
 
 def test_cost_of_letter_pairs() -> None:
-    """What follows for sure costs next to nothing; of two that are equally frequent, each costs a bit."""
+    """A certain pair costs next to nothing; of two pairs that are equally frequent, each costs a bit."""
     certain = character_lstm.Text("\0ab", ["ab"] * 1000, ["ab"])
     assert character_lstm.bits(character_lstm.loss_of_pairs(certain)) == pytest.approx(0, abs=1e-3)
     either = character_lstm.Text("\0ab", ["a", "b"] * 1000, ["a"])

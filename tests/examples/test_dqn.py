@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_learns_to_the_return_it_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mean of 150 of 200 over 20 episodes, within 400 of them; and it writes what it says."""
+    """The example reaches a mean of 150 of 200 over 20 episodes, within 400 episodes, and writes the stated files."""
     assert dqn.main(["--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "PASS" in printed and str(tmp_path / "dqn.html") in printed

@@ -1,4 +1,4 @@
-"""Every program in `examples/` runs, agrees with its own check, and writes what it says."""
+"""Every program in `examples/` runs, agrees with its own check, and writes the stated files."""
 
 from __future__ import annotations
 

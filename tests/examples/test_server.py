@@ -1,4 +1,4 @@
-"""`examples/server.py`: its models are right about what they were not shown, and its page and endpoints answer."""
+"""`examples/server.py`: its models are right about unseen data, and its page and endpoints answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_wrong_expressions_are_refused_in_words() -> None:
 
 
 async def test_a_seed_and_a_temperature_decide_the_text() -> None:
-    """Whoever else is there; and what is neither is refused."""
+    """Other clients make no difference; a value that is neither a seed nor a temperature is refused."""
     async with served() as client:
         paths = [f"/generate?seed={seed}&temperature={heat}" for seed in (1, 2) for heat in (0.05, 1)]
         alone = [(await client.post(path, content="The")).text for path in paths]

@@ -59,7 +59,7 @@ def contiguous(shape: tuple[int, ...], itemsize: int, order: str) -> tuple[int, 
 
 
 class Capsule:
-    """What `__dlpack__` gives: only this fake, and libraries in its memory, can read it."""
+    """The result of `__dlpack__`: only this fake, and libraries in its memory, can read it."""
 
     def __init__(self, array: Array) -> None:
         self.array = array

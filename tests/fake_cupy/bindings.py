@@ -69,11 +69,11 @@ SIZES = {
     CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF: (1, 2),
     CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE: (1,),
 }
-"""How many bodies a node has."""
+"""Number of bodies of a node, by kind."""
 
 
 class Handle:
-    """A handle, which knows what it stands for."""
+    """A handle, which knows its object."""
 
     def __init__(self, ptr: int, thing: Any = None) -> None:
         self.ptr = ptr
@@ -96,7 +96,7 @@ class CUgraphNode(Handle):
 
 
 class CUgraphConditionalHandle(Handle):
-    """What a conditional node looks at."""
+    """The value that a conditional node looks at."""
 
 
 class ConditionalParams:
@@ -111,7 +111,7 @@ class ConditionalParams:
 
 
 class CUgraphNodeParams:
-    """What `cuGraphAddNode` adds."""
+    """The node that `cuGraphAddNode` adds."""
 
     def __init__(self) -> None:
         self.type: Any = None

@@ -102,7 +102,7 @@ class FakeCublas:
 
 
 def _numbers(factor: Any, dtype: np.dtype[Any]) -> complex:
-    """What a factor is, in the type of the sums."""
+    """Return a factor in the type of the sums."""
     single = np.dtype("complex64" if dtype.kind == "c" else "float32")
     is_double = dtype.name in ("float64", "complex128")
     return complex(np.frombuffer(factor._obj, np.result_type(single, np.float64) if is_double else single)[0])

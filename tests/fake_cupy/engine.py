@@ -26,20 +26,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_SLEEPERS = 56
-"""So many records of events that a thread can sleep on an H100 has room for in a stream that is behind; the next one
-blocks, whatever else was given in between."""
+"""Number of sleepable event records that an H100 has room for in a stream that is behind. The next one blocks, whatever
+other work was given in between.
+"""
 
 LAUNCH_FAILURE = 719
-"""What a kernel that raises a Python exception loses its device with."""
+"""Error code of a device on which a kernel raised a Python exception: the device is lost."""
 
 
 def _error(call: str, code: int) -> RuntimeError:
-    """What CuPy raises when `call` gives `code`: kernels are launched by the driver, not by the runtime."""
+    """Return the error that CuPy raises if `call` returns `code`: kernels are launched by the driver, not by the
+    runtime.
+    """
     return CUDADriverError(code) if call == "launchKernel" else CUDARuntimeError(code)
 
 
 class Kind(Enum):
-    """What room an item takes in its stream."""
+    """The room that an item takes in its stream."""
 
     WORK = auto()
     """Kernels, copies and events with a time: one place in the launch queue."""
@@ -105,7 +108,7 @@ class Queue:
         return item
 
     def drop(self) -> None:
-        """Forget what is not running."""
+        """Forget all items but the running one."""
         while self.items:
             self.pop().finish()
 
@@ -114,7 +117,7 @@ class Queue:
         return not self.items and self.running is None
 
     def pending(self, *kinds: Kind) -> int:
-        """How many items of these kinds are not done."""
+        """Return how many items of these kinds are not done."""
         running = self.running
         return sum(self._waiting[kind] for kind in kinds) + (running is not None and running.kind in kinds)
 
@@ -160,7 +163,7 @@ class Engine:
         return queue.ptr
 
     def destroy_queue(self, ptr: int) -> None:
-        """Forget the stream; what it was given is still done, as on a card."""
+        """Forget the stream; its items are still executed, as on a card."""
         with self.condition:
             queue = self._queues.get(ptr)
             if queue is not None and queue.idle:
@@ -228,7 +231,7 @@ class Engine:
                 queue.capture.allocated.add(ptr)
 
     def capture_of(self, ptr: int) -> Capture | None:
-        """The capture, of those that are not over the one that began last, in which a piece was allocated."""
+        """Return the capture in which a piece was allocated: the latest of the open captures."""
         owners = [queue for queue in self.captures if queue.capture is not None and ptr in queue.capture.allocated]
         innermost = self.captures[-1].capture if owners else None
         return None if innermost is None or innermost.invalid else innermost

@@ -65,7 +65,7 @@ HOST_VALUES = names(
 """Functions some of whose arguments may be NumPy arrays."""
 
 MOST_JOINED = 8
-"""For more arrays `concatenate` and what is made of it copy a table of addresses to the device."""
+"""Most arrays that `concatenate` and its users join without copying a table of addresses to the device."""
 
 NEW = names("arange empty eye full identity linspace logspace ones tri zeros indices fromfunction")
 """Functions that take lengths and scalars."""
@@ -103,7 +103,7 @@ def tables() -> dict[str, dict[str, str]]:
 
 
 def parts_of(tree: Any) -> Iterator[Any]:
-    """What a nested list or tuple holds, and anything else itself."""
+    """Yield the leaves of nested lists or tuples, and anything else itself."""
     if isinstance(tree, (list, tuple)):
         for part in tree:
             yield from parts_of(part)

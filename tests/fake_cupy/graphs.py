@@ -75,7 +75,7 @@ class CapturedGraph:
         ptr: its handle.
         parent: the graph whose conditional node owns it as a body.
         defaults: the handles made for it, with the values they are given at a launch; None: any.
-        used: those that a node looks at.
+        used: the handles that a node looks at.
         is_broken: the capture of a body was, so that the driver has a pointer to a graph that is gone.
     """
 
@@ -134,7 +134,7 @@ class CapturedGraph:
         raise DeviceFault(702)
 
     def names(self) -> list[str]:
-        """What the nodes are called, those of bodies behind their node; for tests."""
+        """Return the names of the nodes, with bodies behind their node; for tests."""
         found: list[str] = []
         for step in self.steps:
             found.append(step.name)
@@ -170,7 +170,7 @@ class Capture:
 
 
 def begin(engine: Engine, queue: Queue, graph: CapturedGraph | None = None) -> Capture:
-    """What is given to `queue` from here on becomes nodes of `graph`, or of a new graph."""
+    """Make further items of `queue` nodes of `graph`, or of a new graph."""
     if queue.capture is not None:
         raise CUDARuntimeError(1)
     queue.capture = Capture(graph or CapturedGraph(engine.new_ptr()), engine.new_ptr())
@@ -238,9 +238,9 @@ class Graph:
 
 
 class RawModule:
-    """`cupy.RawModule` for the kernels that set handles; what their source says, `SETTERS` says in Python.
+    """`cupy.RawModule` for the kernels that set handles; `SETTERS` has their source in Python.
 
-    Their parameters are those of the source, and arguments have to be of the types it declares.
+    Parameters are the source's, and arguments must have the types that it declares.
     """
 
     _kernels: ClassVar[Kernels]

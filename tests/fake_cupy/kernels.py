@@ -1,4 +1,4 @@
-"""How functions of arrays become queued work: types and shapes now, values when the GPU thread gets there."""
+"""Conversion of functions of arrays to queued work: types and shapes now, values when the GPU thread gets there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METADATA = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the i-th array goes in a tree of arguments."""
+    """The place of the i-th array in a tree of arguments."""
 
     index: int
 
@@ -73,7 +73,7 @@ def leaves_of(result: Any) -> list[Any]:
 
 @lru_cache(maxsize=512)
 def _filled(shape: tuple[int, ...], dtype: np.dtype[Any], order: Literal["C", "F"]) -> np.ndarray:
-    """An array whose values are valid indices and divisors; nobody may write to it."""
+    """Return an array whose values are valid indices and divisors; it is read-only."""
     made = (np.zeros if dtype.kind in "biu" else np.ones)(shape, dtype, order)
     made.flags.writeable = False
     return made
@@ -198,7 +198,7 @@ class Kernels:
         return put_in(shape, writes)
 
     def _outputs(self, found: list[Any], outs: list[Array]) -> list[Array]:
-        """New arrays for what was found, or the ones given, which must fit."""
+        """Return new arrays for the results, or the given ones, which must fit."""
         if not outs:
             return [self.empty_as(leaf) for leaf in found]
         for leaf, target in zip(found, outs, strict=True):
@@ -240,7 +240,7 @@ class Kernels:
         self.launch(name, lambda first, *values: function(first, *put_in(tree, values)), [target, *reads])
 
     def view(self, array: Array, function: Callable[[np.ndarray], np.ndarray]) -> Array | None:
-        """What `function` gives where that is a view of `array`; None where it is a copy.
+        """Return the result of `function` if it is a view of `array`; None if it is a copy.
 
         It runs on the array's real memory, so layouts are NumPy's; the values are not looked at.
         """

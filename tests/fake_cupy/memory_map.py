@@ -18,12 +18,12 @@ from tests.fake_cupy.errors import CUDARuntimeError, DeviceFault
 
 ALIGNMENT = 512
 POISON = 0xDD
-"""What freed memory is filled with, on the stream that may reuse it."""
+"""Byte that fills freed memory, on the stream that may reuse it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Where an array lies. It holds no reference to the memory, as an argument of a kernel does not."""
+    """The place of an array. It holds no reference to the memory, like an argument of a kernel."""
 
     device: int
     ptr: int
@@ -94,11 +94,11 @@ class Region:
         del self.starts[index], self.ends[index]
 
     def give_back(self) -> None:
-        """Let the machine have the memory; who still looks at it reads zeros."""
+        """Give the memory back to the machine; later reads see zeros."""
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def live(self, low: int, high: int) -> bool:
-        """Whether one allocation holds all of ``[low, high)``."""
+        """Return True if one allocation holds all of ``[low, high)``."""
         index = bisect.bisect_right(self.starts, low) - 1
         return index >= 0 and high <= self.ends[index]
 
@@ -152,7 +152,7 @@ class MemoryMap:
             self._host[ptr][1][:] = POISON
 
     def give_back(self) -> None:
-        """Let the machine have all memory: what is kept for each stand-in of the process must not add up."""
+        """Give all memory back to the machine: memory kept for each stand-in of the process must not add up."""
         with self._lock:
             for region in self.regions:
                 region.give_back()
@@ -164,7 +164,7 @@ class MemoryMap:
             return any(start <= ptr and ptr + nbytes <= start + size for start, size in self.pinned.items())
 
     def is_live(self, ptr: int, nbytes: int) -> bool:
-        """Whether the device may touch these bytes."""
+        """Return True if the device may touch these bytes."""
         device = self.device_of(ptr)
         if device is None:
             return self.is_pinned(ptr, nbytes)

@@ -230,11 +230,11 @@ class FakeCupy:
 
     @property
     def errors(self) -> list[BaseException]:
-        """What kernels raised on the GPU thread; `close` raises it unless the test clears it."""
+        """Errors that kernels raised on the GPU thread; `close` raises them unless the test clears them."""
         return self.engine.errors
 
     def pause(self) -> None:
-        """Execute nothing from here on; what is running is finished first."""
+        """Execute nothing from here on; the running item is finished first."""
         self.engine.pause()
 
     def resume(self) -> None:
@@ -249,7 +249,7 @@ class FakeCupy:
         self.engine.wait_idle()
 
     def pending(self, stream: Stream) -> int:
-        """How many items given to `stream` are not done."""
+        """Return how many items given to `stream` are not done."""
         return self.engine.queue(stream.ptr, max(stream.device_id, 0)).pending(Kind.WORK, Kind.SLEEPER, Kind.MARK)
 
     def fail_next(self, code: int, call: str | None = None) -> None:

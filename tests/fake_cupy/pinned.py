@@ -37,7 +37,7 @@ class PinnedMemoryPointer(np.ndarray):
 
 
 class PinnedMemoryPool:
-    """Blocks of powers of two; what is freed may be handed out again at once, with no event."""
+    """Blocks of powers of two; a freed block may be handed out again at once, with no event."""
 
     _memory: type[PinnedMemory]
 

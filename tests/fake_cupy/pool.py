@@ -28,7 +28,7 @@ Allocator: TypeAlias = "Callable[[int], MemoryPointer]"
 
 
 class Platform:
-    """What memory objects of one fake need: its runtime, memory, streams and allocators."""
+    """The needs of memory objects of one fake: its runtime, memory, streams and allocators."""
 
     def __init__(
         self, engine: Engine, memory: MemoryMap, runtime: Runtime, device: type[Device], streams: ThreadStreams
@@ -279,7 +279,7 @@ class DevicePool:
             return best
 
     def _grow(self, size: int) -> BaseMemory:
-        """New memory; what is free in any arena is given back first where there is no room."""
+        """Return new memory; if there is no room, free blocks of any arena are given back first."""
         for attempt in range(3):
             with contextlib.suppress(CUDARuntimeError, OutOfMemoryError):
                 if not self.limit or self.total_bytes + size <= self.limit:
@@ -338,7 +338,7 @@ class DevicePool:
                 self._lock.release()
 
     def free_all_blocks(self, stream: int | None = None) -> None:
-        """Give whole blocks back to the device; what is split stays."""
+        """Give whole blocks back to the device; split blocks stay."""
         freed: list[BaseMemory] = []
         with self._locked():
             for ident, arena in self._arenas.items():
@@ -371,7 +371,7 @@ class DevicePool:
 
 
 class MemoryPool:
-    """`cupy.cuda.MemoryPool`: one `DevicePool` a device; sizes and limits are those of the current device."""
+    """`cupy.cuda.MemoryPool`: one `DevicePool` a device; sizes and limits belong to the current device."""
 
     _platform: Platform
     _malloc: Allocator

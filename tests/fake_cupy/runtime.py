@@ -30,7 +30,7 @@ class EventState:
 
 
 class PointerAttributes(NamedTuple):
-    """What CUDA knows of an address."""
+    """Attributes of an address that CUDA knows."""
 
     device: int
     devicePointer: int
@@ -39,7 +39,7 @@ class PointerAttributes(NamedTuple):
 
 
 class Runtime:
-    """Names, arguments and errors are those of `cupy.cuda.runtime`.
+    """The fake of `cupy.cuda.runtime`, with its names, arguments and errors.
 
     Calls that block their thread are logged. Destructors (`eventDestroy`, `streamDestroy`, `free`, `freeHost`) stay
     silent on a lost device, where real ones print "Exception ignored".

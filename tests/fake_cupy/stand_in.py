@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def last_of(stand_ins: list[Any], thing: Any) -> Iterator[None]:
-    """What is asked for inside is that thing."""
+    """Make a thing the answer to requests inside the block."""
     stand_ins.append(thing)
     try:
         yield

@@ -95,7 +95,7 @@ def test_work_of_the_same_stream_is_done_before_freed_memory_is_poisoned(cupy: F
 
 
 def test_some_seed_shows_an_early_free() -> None:
-    """Which stream comes first is random, so a test that runs a few seeds finds the missing reference."""
+    """The order of streams is random, so a test that runs a few seeds finds the missing reference."""
 
     def read(seed: int, *, held: bool) -> list[int]:
         with FakeCupy(nbytes=MIB, seed=seed) as cupy:

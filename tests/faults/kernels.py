@@ -45,7 +45,7 @@ class ThreadGate:
         self.op = af.op(outputs=INT, name="thread_gate", cost=SLOW)(self.block)
 
     def block(self, x: Any) -> Any:
-        """What the op computes."""
+        """Block in the op's kernel."""
         self.entered.set()
         assert self.opened.wait(PATIENCE_S)
         if self.error is not None:
@@ -90,7 +90,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def late(session: af.Session, fetches: Any, feeds: Any = None, **options: Any) -> str:
-    """What is said of a run whose time is up once it waits; after some seconds it may not have come so far."""
+    """Return the error of a run whose time is up once it waits; after some seconds it may not have come so far."""
     others = set(session._runs.in_flight.runs)
     task = asyncio.ensure_future(session.run(fetches, feeds, timeout=PATIENCE_S, **options))
 

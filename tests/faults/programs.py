@@ -37,7 +37,7 @@ def endless():
 def started(source: str, loop: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process that runs `source` after `PREAMBLE`, with every warning shown; ``FACTORY`` makes its loop.
 
-    It is killed when the block is left, and after `PATIENCE_S` at the latest: then what it writes ends.
+    It is killed when the block is left, and after `PATIENCE_S` at the latest: then its output ends.
     """
     factory = {"asyncio": "asyncio.new_event_loop", "uvloop": "uvloop.new_event_loop"}[loop]
     program = f"{PREAMBLE.replace('NEW_LOOP', factory)}\n{dedent(source)}"

@@ -191,7 +191,7 @@ async def test_a_cancel_together_with_what_ends_the_wait(what: str) -> None:
 
 @every_loop
 async def test_a_double_cancel_and_a_shield_of_a_run_that_waits() -> None:
-    """Fault F24: once is enough; one that is shielded has its turn."""
+    """Fault F24: one cancel is enough; a shielded run has its turn."""
     gate = CoroutineGate()
     with af.Graph() as graph:
         x = af.placeholder("int64", ())
@@ -240,7 +240,7 @@ async def test_a_thousand_runs_two_at_a_time() -> None:
 
 @pytest.mark.slow
 def test_low_priority_flood_and_high_priority_trickle() -> None:
-    """Fault F46, F44: five times what can be done; the few that are important take 1.2 times as long as alone."""
+    """Fault F46, F44: at five times the capacity, the few important runs take 1.2 times as long as alone."""
     served: dict[int, list[float]] = {}
     with af.Graph() as graph:
         seconds = af.placeholder("float64", ())

@@ -81,7 +81,7 @@ class Crowd:
             self.got.extend(np.ravel(value).tolist())
 
     async def _stopped(self, run: Awaitable[Any]) -> tuple[Any, ...]:
-        """What a run gives, in a tuple; nothing if it is stopped, in one of three ways."""
+        """Return the result of a run, in a tuple; nothing if it is stopped, in one of three ways."""
         way, turns = self.random.choice(("cancel", "cancel", "timeout", "wait_for")), self.random.randint(0, 9)
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()

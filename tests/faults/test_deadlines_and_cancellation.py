@@ -155,7 +155,7 @@ EVERYTHING = 27
 
 
 async def _cancel_after(session: af.Session, fetch: Any, passes: int) -> bool:
-    """Cancels a run after so many passes of the event loop; whether it had ended before."""
+    """Cancel a run after `passes` passes of the event loop; return True if it had ended before."""
     task = asyncio.ensure_future(session.run(fetch))
     for _ in range(passes):
         # Makes thread kernels deterministic: each ends in the pass in which it was given to its stream.
@@ -304,7 +304,7 @@ async def test_a_double_cancel(session: af.Session, graph: af.Graph) -> None:
 
 
 async def test_a_shielded_run(session: af.Session, graph: af.Graph) -> None:
-    """Fault F24: the one who waits is cancelled, the run is not, and can be awaited."""
+    """Fault F24: the waiting task is cancelled, the run is not, and can be awaited."""
     gate = CoroutineGate()
     run = asyncio.ensure_future(session.run(gate.op(5)))
     waiter = asyncio.ensure_future(asyncio.wait_for(asyncio.shield(run), PATIENCE_S))

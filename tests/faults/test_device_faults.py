@@ -44,11 +44,11 @@ NEVER_CALLED = {
     *((ThreadStream, name) for name in ("enqueue", "record", "wait")),
     *((MemoryAccount, name) for name in ("count", "forget", "statistics", "top", "uncounted")),
 }
-"""What such a life does not need."""
+"""Methods that such a life does not need."""
 
 
 class Injected(Exception):
-    """What a method raises."""
+    """The error that a method raises."""
 
 
 class Fault:
@@ -137,7 +137,7 @@ def program(kind: str) -> tuple[af.Tensor, af.Tensor]:
 
 
 async def life(kind: str, *faults: Fault) -> None:
-    """Opens, runs three times, closes; says by an AssertionError what did not go as it has to."""
+    """Open, run three times, close; an AssertionError names each wrong step."""
     with af.Graph() as graph:
         x, y = program(kind)
     session = af.Session(graph, devices=[f"{kind}:0", f"{kind}:1"])
@@ -192,7 +192,7 @@ def live(kind: str, *faults: Fault) -> None:
 
 @cache
 def calls_of_a_life(kind: str) -> dict[tuple[type[Any], str], int]:
-    """How often a life calls each method."""
+    """Return how often a life calls each method."""
     faults = {(cls, name): Fault(cls, name, 0) for of, cls, name in cases() if of == kind}
     with pytest.MonkeyPatch.context() as patch:
         for (cls, name), fault in faults.items():

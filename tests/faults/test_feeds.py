@@ -1,4 +1,4 @@
-"""Fault F35-F37: what may be fed."""
+"""Fault F35-F37: permitted feeds."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_ragged_list(run: Run, graph: af.Graph) -> None:
 
 
 async def test_a_missing_feed(run: Run, graph: af.Graph) -> None:
-    """Fault F36: all that are missing are listed with their specs; those that are not needed may be missing."""
+    """Fault F36: all missing feeds are listed with their specs; feeds that no node needs may be missing."""
     x, y, unused = (af.placeholder("float32", (), name=name) for name in ("x", "y", "unused"))
     with pytest.raises(af.FeedError, match=r"not fed[\s\S]*y:0 float32\[\]") as caught:
         await run(x + y, {x: 1.0})
@@ -192,7 +192,7 @@ async def test_layouts(run: Run, graph: af.Graph, layout: str) -> None:
 
 
 async def test_more_elements_than_an_int32_counts(run: Run, graph: af.Graph) -> None:
-    """Fault F37: 2**31 and three more; nobody can write to it, so it is not copied."""
+    """Fault F37: 2**31 and three more; the array is locked, so it is not copied."""
     fed = np.zeros(2**31 + 3, np.int8)
     fed[[2**31, -1]] = 5, 7
     x = af.placeholder("int8", (None,))
@@ -323,7 +323,7 @@ async def test_what_a_foreign_object_raises(run: Run, graph: af.Graph) -> None:
 
 
 async def test_a_mapping_that_cannot_be_read(run: Run, graph: af.Graph) -> None:
-    """Fault F36: a FeedError with what it raised."""
+    """Fault F36: a FeedError with the mapping's own error."""
 
     class Feeds(UserDict[Any, Any]):
         def __getitem__(self, key: object) -> Any:

@@ -369,7 +369,9 @@ async def test_results_of_user_ops_are_always_checked(graph: af.Graph, mistake: 
 
 @pytest.mark.parametrize(("bad", "found"), [(np.nan, "1 NaN and 0 infinite"), (np.inf, "0 NaN and 1 infinite")])
 async def test_check_numerics_names_the_first_node(graph: af.Graph, bad: float, found: str) -> None:
-    """Fault F9: of the nodes that see NaN or infinity, the one that made it; without the check it is a value."""
+    """Fault F9: of the nodes that see NaN or infinity, the check names the first one; without the check it is a
+    value.
+    """
     x = af.placeholder("float32", (2,))
     doubled = (x - 1) * 2
     feeds = {x: np.array([bad, 1], np.float32)}
@@ -395,7 +397,7 @@ async def test_max_iterations(graph: af.Graph, regions: bool) -> None:
 
 
 async def test_a_loop_written_by_hand_has_no_node_but_its_back_edges(graph: af.Graph) -> None:
-    """Fault F16: whatever those are called."""
+    """Fault F16: the error names the back edges, whatever their names are."""
     with af.name_scope("endless"):
         counting_loop(10**9, frame="endless")
     (back_edge,) = (node for node in graph.nodes if node.op.name == "next_iteration")

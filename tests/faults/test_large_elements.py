@@ -19,7 +19,7 @@ from tests.faults.kernels import ticks, until
 from tests.patience import PATIENCE_S
 
 COUNT = (1 << 18) + 1
-"""A float32 array of so many elements has more than 1 MiB."""
+"""Number of elements of a float32 array of more than 1 MiB."""
 
 SPEC = af.spec("float32", (COUNT,))
 
@@ -44,7 +44,7 @@ class Gate:
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds up copies of what is put in."""
+    """Hold up copies of elements that are put."""
     gate = Gate(immutable)
     monkeypatch.setattr(queue_ops, "immutable", gate)
     yield gate
@@ -53,7 +53,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def stacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds up batches of what is taken out."""
+    """Hold up batches of elements that are taken."""
     gate = Gate(stacked)
     monkeypatch.setattr(queue_ops, "stacked", gate)
     monkeypatch.setattr(queues, "stacked", gate)
@@ -94,7 +94,7 @@ PUTS: dict[str, Callable[[af.Session, af.Queue], Any]] = {
 async def test_the_event_loop_goes_on_while_an_element_is_copied(
     session: af.Session, graph: af.Graph, copying: Gate, way: str
 ) -> None:
-    """Fault F37: and who comes later does not overtake."""
+    """Fault F37: and a later put or take does not overtake."""
     queue = fifo()
     task = await begun(copying, PUTS[way](session, queue))
     small = asyncio.ensure_future(queue.put(immutable(full(2))))
@@ -119,7 +119,7 @@ async def test_rows_are_copied_on_a_thread(session: af.Session, graph: af.Graph)
 async def test_what_a_graph_has_made_is_not_copied(
     session: af.Session, graph: af.Graph, copying: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is locked; whoever fetches it, too, gets a copy that is nobody else's."""
+    """The array is locked; a fetch of it gets a copy of its own."""
     made, put = list[Any](), queue_ops.put
 
     def noted(queue: Any, elements: Any, *rest: Any) -> Any:
@@ -158,7 +158,7 @@ async def test_cancelled_while_it_copies_it_has_put_nothing_in(
 async def test_closed_while_an_element_is_copied(
     session: af.Session, graph: af.Graph, copying: Gate, cancel_pending: bool
 ) -> None:
-    """Behaviour 78: it counts as one that waits to be put in."""
+    """Behaviour 78: the element counts as waiting to be put in."""
     queue = fifo()
     task = await begun(copying, queue.put(full(1)))
     queue.close_nowait(cancel_pending)
@@ -242,7 +242,7 @@ async def test_a_loop_that_hands_large_elements_over(session: af.Session, graph:
 
 
 async def test_a_bucket_function_that_fails_on_a_thread(session: af.Session, graph: af.Graph) -> None:
-    """Nothing was put in, and who waits behind goes on."""
+    """Nothing was put in, and the next in line goes on."""
 
     def bucket(x: Any) -> int:
         if x[0] < 0:

@@ -1,4 +1,4 @@
-"""Fault F37: arrays above 1 MiB are copied on a thread, and arrays that nobody can write to not at all."""
+"""Fault F37: arrays above 1 MiB are copied on a thread, and locked arrays are not copied at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.kernels import CoroutineGate, in_flight
 from tests.patience import PATIENCE_S
 
 COUNT = (1 << 18) + 1
-"""A float32 array of so many elements has more than 1 MiB."""
+"""Number of elements of a float32 array of more than 1 MiB."""
 
 
 class CopyGate:
@@ -135,7 +135,9 @@ COPIED: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 
 @pytest.mark.parametrize("kind", [*FREE, *COPIED])
 async def test_locked_arrays_are_not_copied(session: af.Session, kind: str) -> None:
-    """Fault F37: also `bytes`, which is how a service gets its arrays; what somebody could still write to is."""
+    """Fault F37: also `bytes`, which is how a service gets its arrays; an array that could still be written to is
+    copied.
+    """
     seen: list[np.ndarray[Any, Any]] = []
 
     @af.op(outputs=())

@@ -214,7 +214,7 @@ def test_fork(loop: str) -> None:
 
 @both_loops
 def test_interrupt(loop: str) -> None:
-    """Fault F28: Ctrl+C ends a run at once with KeyboardInterrupt; the program decides what is printed."""
+    """Fault F28: Ctrl+C ends a run at once with KeyboardInterrupt; the program decides about its output."""
     source = """
         async def main(fetch):
             async with af.Session() as session:
@@ -426,7 +426,7 @@ def test_a_session_never_used_needs_no_close() -> None:
 
 
 async def test_a_coroutine_thrown_away_stops_its_run(session: af.Session, graph: af.Graph) -> None:
-    """Fault F62: nobody can await the run any more, so it ends by itself."""
+    """Fault F62: the run cannot be awaited any more, so it ends by itself."""
     gate = CoroutineGate()
     coroutine = session.run(gate.op(1))
     coroutine.send(None)

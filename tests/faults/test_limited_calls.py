@@ -1,4 +1,4 @@
-"""Functions with limits in random schedules: nothing is lost, nobody overtakes, and no limit is passed."""
+"""Functions with limits in random schedules: nothing is lost, no call overtakes another, and no limit is passed."""
 
 from __future__ import annotations
 

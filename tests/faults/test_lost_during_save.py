@@ -1,4 +1,4 @@
-"""What becomes of a save when devices take their time, or are lost meanwhile, or the program is interrupted."""
+"""Saves while devices take their time, or are lost meanwhile, or the program is interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 @pytest.mark.parametrize("device", ["sim:0", "cpu:0"])
 def test_a_save_takes_the_time_of_its_copies(device: str, tmp_path: Path) -> None:
-    """On simulated cards: 64 MiB over a link of so many bytes a second. On a CPU: none."""
+    """On simulated cards: 64 MiB over a link with a known bandwidth. On a CPU: no time."""
 
     async def main() -> None:
         with af.Graph() as graph:
@@ -51,7 +51,7 @@ def test_a_save_takes_the_time_of_its_copies(device: str, tmp_path: Path) -> Non
 
 
 async def test_a_card_that_is_lost_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault F54: F54: the step is not published; what was there, and what other devices have, stays."""
+    """Fault F54: the step is not published; earlier steps, and the values of other devices, stay."""
     with small_cards(0):
         with af.Graph() as graph:
             with af.device("cuda:0"):

@@ -142,7 +142,7 @@ class TestBuffersAreFreedAtOnce:
         assert await held_bytes(session) == 0
 
     async def test_after_a_stream_left_early(self, session: af.Session, graph: af.Graph) -> None:
-        """Fault F62: items that nobody took are freed too."""
+        """Fault F62: items that were not taken are freed too."""
         x, doubled = double_vector()
         seen: list[af.Tensor] = []
 
@@ -179,7 +179,7 @@ def writes_small(count: int) -> tuple[af.Tensor, af.Tensor]:
 
 
 def fills_a_block(count: int) -> tuple[af.Tensor, af.Tensor]:
-    """One that writes to an array of known size, which makes room for all at once."""
+    """A loop that writes to an array of known size, which makes room for all at once."""
     x = af.placeholder("float64", (500,))
     rows = af.TensorArray("float64", size=count)
     _, rows = af.while_loop(lambda i, _: i < count, lambda i, r: (i + 1, r.write(i, x * 2.0)), (0, rows))
@@ -187,7 +187,7 @@ def fills_a_block(count: int) -> tuple[af.Tensor, af.Tensor]:
 
 
 def writes_scalars(count: int) -> tuple[af.Tensor, af.Tensor]:
-    """One that writes numbers, of which a small part of the memory is their values."""
+    """A loop that writes numbers, whose values are a small part of the memory."""
     x = af.placeholder("float64", (500,))
     rows = af.TensorArray("float64", dynamic_size=True, element_shape=())
     _, rows = af.while_loop(lambda i, _: i < 16 * count, lambda i, r: (i + 1, r.write(i, x[0])), (0, rows))

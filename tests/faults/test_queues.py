@@ -30,7 +30,7 @@ Run = Callable[..., Awaitable[Any]]
 MIXED = QueueKind(lambda capacity, spec, name: af.ShuffleQueue(capacity, spec, capacity // 3, seed=1, name=name))
 ALL_KINDS = {**KINDS, "mixed": MIXED}
 END_S = 1000.0
-"""Of virtual time, after which everybody must have been served or told."""
+"""Virtual time after which every run must have been served or must have failed."""
 
 
 class Schedule:
@@ -38,7 +38,7 @@ class Schedule:
 
     Attributes:
         put: elements whose put has returned, in that order.
-        got: what was taken, in that order.
+        got: elements taken, in that order.
     """
 
     def __init__(self, seed: int, kind: str, faults: float) -> None:
@@ -130,7 +130,7 @@ def on_virtual_time(main: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_each_element_once_in_any_schedule(kind: str) -> None:
-    """Behaviour 78, Fault F18, F50: in the order promised, and nobody waits for ever."""
+    """Behaviour 78, Fault F18, F50: in the promised order, and no run waits for ever."""
     assert on_virtual_time(schedules(range(20), kind, 0.3)) > 100
 
 
@@ -394,7 +394,7 @@ async def test_nothing_is_left_of_callers_that_gave_up(session: af.Session, grap
 
 
 async def test_a_trace_shows_the_waiting_runs(session: af.Session, graph: af.Graph) -> None:
-    """A firing that waited lasts as long as it did, and one that did not is short; given up, it says so."""
+    """A firing that waited is as long as its wait, and any other is short; a firing that gave up says so."""
     queue = af.FIFOQueue(3, INT, name="q")
     take, trace = queue.dequeue(), af.Trace()
     task = asyncio.ensure_future(session.run(take, trace=trace))
@@ -431,7 +431,7 @@ def _draining(queue: af.Queue, n: Any) -> af.Tensor:
 
 @pytest.mark.parametrize("end", ["timeout", "cancel", "failure", "close"])
 async def test_a_loop_that_waits_is_stopped(session: af.Session, graph: af.Graph, end: str) -> None:
-    """Fault F18: what it had put in is there, it has put in nothing more, and whoever comes next is served."""
+    """Fault F18: its elements are in the queue, it has put in no more, and the next producer is served."""
     queue = af.FIFOQueue(3, INT, name="q")
     fill = _filling(queue, 10)
     if end == "timeout":
@@ -467,7 +467,9 @@ async def test_a_loop_that_waits_is_stopped(session: af.Session, graph: af.Graph
 
 
 async def test_loops_cancelled_in_each_pass_of_the_loop(session: af.Session, graph: af.Graph) -> None:
-    """Fault F18: one that drains, whenever the cancel comes, has taken from the front, and the next goes on there."""
+    """Fault F18: whenever the cancel comes, a draining loop has taken from the front, and the next one goes on
+    there.
+    """
     queue = af.FIFOQueue(2, INT, name="q")
     fill, drain = _filling(queue, 40), _draining(queue, 10**6)
     for passes in range(6):

@@ -31,7 +31,7 @@ FAULTS = 0.01
 
 
 class Level(NamedTuple):
-    """What a process holds at one moment."""
+    """Resources that a process holds at one moment."""
 
     tasks: int
     files: int
@@ -58,10 +58,10 @@ def level(session: af.Session) -> Level:
 
 
 class Service:
-    """What a server does: a loop of coroutines that is streamed too, a batched function, and a kernel.
+    """A model of a server: a loop of coroutines that is streamed too, a batched function, and a kernel.
 
     Attributes:
-        begun: how often the coroutine of each request has begun its first step.
+        begun: number of first steps begun by the coroutine of each request.
     """
 
     def __init__(self) -> None:
