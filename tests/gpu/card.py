@@ -40,19 +40,20 @@ extern "C" __global__ void fault(int* address) { *address = 1; }
 
 FAKE_BYTES, FAKE_PINNED_BYTES = 256 << 20, 8 << 20
 STALL_S = 20.0
-"""After this long the stand-in lets a stalled stream go on, so that a call that waits for it fails a test, and does not
-hang it."""
+"""Seconds after which the stand-in lets a stalled stream go on. A call that waits for it then fails a test instead of
+hanging it.
+"""
 
 GRACE_S = 30.0
 
 MOST_RUNS = 30
-"""Of so many one has to find all the memory there that it needs."""
+"""Most runs until one of them must find all the memory that it needs."""
 
 T = TypeVar("T")
 
 
 def card_is_there() -> bool:
-    """Whether this machine has a card that CuPy can use."""
+    """Return True if this machine has a card that CuPy can use."""
     return cuda_backend().cupy is not None
 
 
@@ -60,7 +61,7 @@ class Card:
     """Card 0, real or not.
 
     Attributes:
-        cupy: the module, or what stands in for it.
+        cupy: the module, or the stand-in for it.
         fake: the stand-in; None on a real card.
     """
 
@@ -75,13 +76,13 @@ class Card:
 
     @property
     def bindings(self) -> Bindings:
-        """What makes conditional nodes."""
+        """The module that makes conditional nodes."""
         found: Bindings | None = cuda_bindings() if self.fake is None else self.fake.bindings
         assert found is not None, "cuda-bindings is not installed, or too old"
         return found
 
     def choose(self, real: int, fake: int) -> int:
-        """A size: that of the real test, or one that the stand-in does in a moment."""
+        """Return the real test's size, or a size that the stand-in computes in a moment."""
         return real if self.is_real else fake
 
     # -- devices and streams -----------------------------------------------------------------------------------------
@@ -98,12 +99,12 @@ class Card:
 
     @asynccontextmanager
     async def devices(self, count: int, **options: Any) -> AsyncIterator[list[CudaDevice]]:
-        """So many logical devices, all on card 0."""
+        """Open `count` logical devices, all on card 0."""
         async with AsyncExitStack() as stack:
             yield [await stack.enter_async_context(self.device(index, **options)) for index in range(count)]
 
     def total_bytes(self, device: CudaDevice) -> int:
-        """What the device's pool has taken from the card."""
+        """Return the bytes that the device's pool has taken from the card."""
         with self.cupy.cuda.Device(device.physical):
             total: int = device.pool._pool.total_bytes()
             return total
@@ -121,7 +122,9 @@ class Card:
 
     @contextmanager
     def stall(self, *streams: CudaStream, ms: float) -> Iterator[None]:
-        """Keep streams from doing what they are given inside: for `ms` on a card, on the stand-in until the end."""
+        """Keep streams from executing their work inside the block: for `ms` on a card, on the stand-in until the
+        end.
+        """
         if self.fake is None:
             for stream in streams:
                 self.spin(stream, ms)
@@ -187,9 +190,9 @@ class Card:
         return [] if self.fake is None else self.fake.blocking()
 
     async def without_blocking(self, run: Callable[[], Awaitable[T]]) -> T:
-        """What the first run gives that waits for nothing; raises if they all do.
+        """Return the result of the first run that waits for nothing; raise if all of them wait.
 
-        The first ones wait for memory, until none needs more than there was. When that is depends on how late those
+        The first runs wait for memory, until no run needs more than before. That depends on how late the runs
         before it gave theirs back.
         """
         blocked: list[str] = []

@@ -1,7 +1,7 @@
 """``python -m tests.gpu.check A --out FOLDER``, then ``B``: all tests of this folder, one JSON line each.
 
-A is what has to be right (T0 to T11, T23, T24), B are features and timing (T12 to T22). The lines go to standard
-output and to ``FOLDER/results-A.jsonl`` as the tests end, so that a run that is cut short leaves what it had; timelines
+A tests correctness (T0 to T11, T23, T24), B features and timing (T12 to T22). The lines go to standard
+output and to ``FOLDER/results-A.jsonl`` as the tests end, so a run that is cut short leaves its results. Timelines
 go to the same folder. On a card each part takes less than nine minutes, after which it ends itself with the stacks of
 all threads. Without a card the stand-in for CuPy is used, and the first line says so.
 """
@@ -83,7 +83,7 @@ class Report:
         items[:] = sorted((item for item in items if item not in others), key=lambda item: number_of(item.name))
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """A test of this part that needs what is not here has a line, too."""
+        """Write a line for each test of this part that needs a missing tool, too."""
         for item in items:
             missing = dict(item.user_properties).get("missing")
             if missing and number_of(item.name) in self._part:

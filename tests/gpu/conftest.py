@@ -1,7 +1,7 @@
-"""Fixtures of the tests for a card, and which of them need one.
+"""Fixtures of the tests for a card, and the choice of tests that need one.
 
-Without a card they run on the stand-in for CuPy, but for those marked `needs`, which are deselected and listed. With
-``ASYNCFLOW_REQUIRE_GPU=1`` nothing is left out: what is missing fails, unless ``ASYNCFLOW_WITHOUT`` names it.
+Without a card they run on the stand-in for CuPy. Tests marked `needs` are then deselected and listed. With
+``ASYNCFLOW_REQUIRE_GPU=1`` nothing is left out: a missing tool is a failure, unless ``ASYNCFLOW_WITHOUT`` names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IS_THERE: dict[str, Callable[[], bool]] = {
     "cuda-bindings": lambda: importlib.util.find_spec("cuda") is not None,
     "compute-sanitizer": lambda: shutil.which("compute-sanitizer") is not None,
 }
-"""What a test may need."""
+"""Tools that a test may need, and checks if they are there."""
 
 _left_out: list[str] = []
 
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _missing(item: pytest.Item) -> list[str]:
-    """What the test cannot do without and is not here; with a card required, what was said to be left out."""
+    """Return the missing needs of a test; with a card required, the needs that were to be left out."""
     needed = [what for mark in item.iter_markers("needs") for what in mark.args]
     given_up = os.environ.get("ASYNCFLOW_WITHOUT", "").split(",")
     return [what for what in needed if (what in given_up if is_required() else not IS_THERE[what]())]
@@ -89,7 +89,7 @@ def card(request: pytest.FixtureRequest) -> Iterator[Card]:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest, card: Card) -> Iterator[Figures]:
-    """What the test measured; on a card its limits hold."""
+    """Figures that the test measured; on a card its limits hold."""
     measured = Figures(is_real=card.is_real)
     yield measured
     # As plain values, which go from process to process when tests are spread over several.
@@ -100,6 +100,6 @@ def figures(request: pytest.FixtureRequest, card: Card) -> Iterator[Figures]:
 
 @pytest.fixture
 def out() -> Path | None:
-    """Where pictures and timelines go; None: nowhere."""
+    """Folder for pictures and timelines; None: nowhere."""
     folder = os.environ.get("ASYNCFLOW_GPU_OUT")
     return Path(folder) if folder else None

@@ -1,6 +1,6 @@
-"""What CUPTI sees of this process, by way of torch's profiler: calls of the CUDA runtime, kernels and copies.
+"""Records of CUPTI for this process, by way of torch's profiler: calls of the CUDA runtime, kernels and copies.
 
-It sees those of CuPy too. Used on a card only; torch is imported in the function that needs it.
+It records CuPy's too. Used on a card only; torch is imported in the function that needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from time import perf_counter_ns, time_ns
 from typing import Any
 
 SLACK_NS = 20_000
-"""How far the clocks may be apart."""
+"""Most difference between the clocks."""
 
 CALLS = ("cuda_runtime", "cuda_driver")
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -38,7 +38,7 @@ class Record:
 
 @contextmanager
 def profiled() -> Iterator[list[Record]]:
-    """What happens inside; there once the block has ended."""
+    """Yield a list of records of the block, which is filled once the block has ended."""
     profiler = importlib.import_module("torch.profiler")
     found: list[Record] = []
     kinds = profiler.ProfilerActivity
@@ -57,7 +57,7 @@ def profiled() -> Iterator[list[Record]]:
 
 
 def records(trace: dict[str, Any], offset_ns: float) -> list[Record]:
-    """Those of a Chrome trace whose times are in µs since its base, plus `offset_ns`."""
+    """Return the records of a Chrome trace, whose times are in µs since its base, plus `offset_ns`."""
     base_ns = float(trace.get("baseTimeNanoseconds", 0)) + offset_ns
     return [
         Record(
@@ -73,7 +73,7 @@ def records(trace: dict[str, Any], offset_ns: float) -> list[Record]:
 
 
 def _unix_to_perf_counter_ns() -> float:
-    """What is added to a unix time; of a few tries the one with the least time in between."""
+    """Return the difference to unix times; of a few tries the one with the least time in between."""
     tries = []
     for _ in range(20):
         before = perf_counter_ns()

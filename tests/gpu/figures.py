@@ -1,4 +1,4 @@
-"""What a test measured, for people; and the limits that hold on a card."""
+"""Figures that a test measured, for people; and the limits that hold on a card."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Figures(dict[str, Any]):
-    """Name, with the unit, to value.
+    """A mapping from a name, with the unit, to a value.
 
     Attributes:
-        is_real: whether they are those of a card. What the stand-in takes says nothing.
+        is_real: True if a card was measured. Times of the stand-in say nothing.
     """
 
     def __init__(self, *, is_real: bool) -> None:

@@ -74,7 +74,7 @@ class Heartbeat:
         self._arm()
 
     async def ticks(self, count: int) -> None:
-        """Return after so many ticks."""
+        """Return after `count` ticks."""
         for _ in range(count):
             self._ticked.clear()
             await self._ticked.wait()

@@ -1,4 +1,4 @@
-"""What tests run in a process of its own: ``python -m tests.gpu.programs NAME`` prints what happened as JSON."""
+"""Programs that tests run in a process of its own: ``python -m tests.gpu.programs NAME`` prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _device(session: af.Session) -> CudaDevice:
 
 
 async def _errors(work: Coroutine[Any, Any, object]) -> list[str]:
-    """What it raises, what that comes from, and so on, down to the device's loss."""
+    """Return the names of the error and of its causes, down to the device's loss."""
     names: list[str] = []
     try:
         await work

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_program(name: str, *, stderr: list[str] | None = None) -> dict[str, Any]:
-    """What it says of itself; its standard error goes to `stderr`."""
+    """Run a program and return its own results; its standard error goes to `stderr`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.programs", name],
         check=False,

@@ -97,7 +97,7 @@ async def test_t24_saving_beside_training_changes_no_bit(card: Card, figures: Fi
 @pytest.mark.slow
 @on_loop
 async def test_t24_a_loop_saves_whole_steps(card: Card, tmp_path: Path) -> None:
-    """One run writes two variables in each iteration; what is saved has both of one, and is the card's."""
+    """One run writes two variables in each iteration; a save has both of one iteration, as the card computed them."""
     side = card.choose(1024, 64)
     saver = af.Saver(tmp_path, every_steps=2)
     with af.Graph() as graph:

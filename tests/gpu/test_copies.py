@@ -109,7 +109,7 @@ async def test_t06_a_buffer_is_not_lent_again_before_its_copy_is_done(card: Card
 
 @on_loop
 async def test_t06_a_copy_to_pageable_memory_blocks(card: Card, figures: Figures) -> None:
-    """What CuPy calls ``blocking=False`` is not enough: it is why copies go through the slab."""
+    """CuPy's ``blocking=False`` is not enough: this is why copies go through the slab."""
     async with card.device() as device:
         with device.activate():
             array = card.cupy.ones(1 << 20, np.float32)
@@ -135,7 +135,7 @@ class _Copies:
         self.kernel_ms, self.blocks, self.pieces = 0.0, 1, 4
 
     def give(self, name: str) -> None:
-        """The kernel, or as many bytes as four arrays have, in so many pieces."""
+        """Launch the kernel, or copy the bytes of four arrays in several pieces."""
         if name == "kernel":
             self._card.spin(self._compute, self.kernel_ms, self.blocks)
             return
@@ -149,7 +149,9 @@ class _Copies:
         return await _elapsed_ms(self._card, self.streams[name], lambda: self.give(name))
 
     async def together_ms(self, *names: str, waits: str = "events of ours") -> dict[str, list[float]]:
-        """When each began and ended on its stream, given in this order; and all of it, by the compute stream."""
+        """Return the start and end of each part on its stream, given in this order; and of all, by the compute
+        stream.
+        """
         events = self._card.cupy.cuda.Event
 
         def marked(stream: CudaStream) -> Any:

@@ -22,7 +22,7 @@ NAMES = [getattr(build, "__name__", str(build)) for build, _, _ in PROGRAMS]
 
 
 Program = tuple[af.Graph, list[af.Tensor], list[af.Tensor]]
-"""A graph, what is fed, and what is fetched."""
+"""A graph, its feeds and its fetches."""
 
 
 def _built(build: Callable[..., Any], arrays: Any, *, gradients: bool) -> Program:

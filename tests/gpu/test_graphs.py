@@ -91,7 +91,7 @@ async def test_t12_replays_are_equal_to_launches(card: Card, figures: Figures) -
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 @on_loop
 async def test_t12_a_graph_holds_our_own_products(card: Card, dtype: str) -> None:
-    """In whatever layout; to the bit those that are launched, and NumPy's within rounding."""
+    """In every layout, captured products equal launched ones to the bit, and NumPy's within rounding."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     wide = np.dtype("complex128" if kind.kind == "c" else "float64")
     random_ = np.random.default_rng(0)
@@ -326,7 +326,7 @@ async def test_t13_what_an_iteration_costs(card: Card, figures: Figures) -> None
 
 @on_loop
 async def test_t13_a_launch_makes_so_many_iterations_at_most(card: Card) -> None:
-    """What it gave is where the next launch goes on."""
+    """The next launch goes on with the results of the last one."""
     async with card.device(memory_limit=64 << 20) as device:
         xp = card.cupy
         loop = DeviceLoop(xp, device.compute, device.pool, card.bindings, *_collatz(xp), "collatz")

@@ -30,7 +30,9 @@ def _slow_read(card: Card, device: CudaDevice, source: Any, buffer: PinnedBuffer
 
 
 async def _read_while_overwritten(card: Card, device: CudaDevice, *, held: bool) -> np.ndarray:
-    """What a slow reader finds when its array is dropped and the memory allocated anew; `held`: with the ledger."""
+    """Return the values that a slow reader finds when its array is dropped and the memory reused; `held`: with the
+    ledger.
+    """
     buffer = shared_slab(card.cupy).take(4 * WORDS)
     assert buffer is not None
     with device.activate():
@@ -53,7 +55,7 @@ async def _read_while_overwritten(card: Card, device: CudaDevice, *, held: bool)
 
 @on_loop
 async def test_t03_memory_dropped_while_another_stream_reads_it(card: Card) -> None:
-    """Without the ledger the reader finds what comes next: this shows that the next test can fail."""
+    """Without the ledger the reader finds the next values: this shows that the next test can fail."""
     async with card.device(memory_limit=1 << 20) as device:
         assert (await _read_while_overwritten(card, device, held=False) == 2.0).all()
 
@@ -150,7 +152,7 @@ async def test_t05_a_training_step_within_a_limit(card: Card, figures: Figures) 
 @pytest.mark.slow
 @on_loop
 async def test_t05_a_training_step_that_swaps(card: Card, figures: Figures) -> None:
-    """More is saved than fits: values move to the host and back, nobody waits, the bits are equal."""
+    """More is saved than fits: values move to the host and back, the loop's thread never waits, the bits are equal."""
     size, steps = card.choose(512, 128), card.choose(300, 40)
     limit = LIMIT if card.is_real else 20 * 4 * size * size
     fed = np.random.default_rng(0).standard_normal((size, size), np.float32) * np.float32(0.1)

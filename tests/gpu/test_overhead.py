@@ -14,7 +14,7 @@ from tests.gpu.figures import Figures
 from tests.gpu.on_loop import on_loop, ticket
 
 BATCH = 100
-"""Operations between two waits: the card must not be the one that is measured."""
+"""Operations between two waits: the measurement must not be of the card."""
 
 
 async def _us(work: Callable[[], object], settle: Callable[[], Awaitable[None]], rounds: int) -> float:

@@ -77,7 +77,7 @@ def _forest(seed: int, samples: int) -> af.InputGraph:
 
 
 class _Vertices:
-    """A vertex function in a graph: what it gives, a loss of that, and its gradients."""
+    """A vertex function in a graph: its results, a loss of them, and its gradients."""
 
     def __init__(self, make: Callable[..., af.VertexFunction], policy: str = "breadth_first") -> None:
         with af.Graph() as self.graph:
@@ -207,7 +207,7 @@ shared = pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 async def test_t22_concurrent_runs_give_what_each_gives_alone(
     card: Card, figures: Figures, make: Callable[[], _Shared], options: dict[str, Any]
 ) -> None:
-    """On the host, one after the other, beside all at once on the card, some of which nobody waits for."""
+    """Compare runs on the host, one after the other, with all runs at once on the card, some of them never awaited."""
     program, count = make(), card.choose(RUNS, FEW_RUNS)
     async with af.Session(program.graph, devices=["cpu:0"]) as on_host:
         wanted = [await on_host.run(program.fetches, program.request(k)) for k in range(count)]

@@ -34,7 +34,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 
 
 class Training:
-    """The gradients of a program of two matrices, and what it is fed."""
+    """The gradients of a program of two matrices, and its feeds."""
 
     def __init__(self, card: Card, build: Callable[[af.Tensor, af.Tensor], af.Tensor]) -> None:
         side = card.choose(512, 128)

@@ -127,7 +127,7 @@ async def test_t16_spans_equal_cuptis(card: Card, figures: Figures) -> None:
 @pytest.mark.needs("card")
 @on_loop
 async def test_t16_clocks_drift_apart_slowly(card: Card, figures: Figures) -> None:
-    """What is half a minute old tells the time nearly as well; anchors are renewed six times as often."""
+    """Times from anchors half a minute old are nearly as good; anchors are renewed six times as often."""
     async with card.device() as device:
         await asyncio.to_thread(device._clock.refresh)
         old = device._clock.anchor

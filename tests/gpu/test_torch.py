@@ -47,7 +47,7 @@ def _program(module: Any) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:
 
 
 async def _compare(session: af.Session, torch: Any, module: Any, x: af.Tensor, fetches: list[af.Tensor]) -> None:
-    """The program's values and those of plain torch, a few times."""
+    """Compare the program's values with plain torch's, a few times."""
     random_ = np.random.default_rng(0)
     for _ in range(10):
         fed = random_.standard_normal((BATCH, HIDDEN), np.float32)
@@ -84,7 +84,7 @@ async def test_t15_a_module_and_its_gradient(card: Card, figures: Figures) -> No
 @pytest.mark.needs("card", "torch")
 @on_loop
 async def test_t15_torch_and_the_device_wait_for_no_event_of_each_other(card: Card, figures: Figures) -> None:
-    """Between kernels of the module and those before and after it there are no more waits than without it."""
+    """Between kernels of the module and the kernels around it there are no more waits than without the module."""
     torch = _torch()
     x = np.ones((BATCH, HIDDEN), np.float32)
 
@@ -109,7 +109,7 @@ async def test_t15_torch_and_the_device_wait_for_no_event_of_each_other(card: Ca
 @pytest.mark.needs("card", "torch")
 @on_loop
 async def test_t15_tensors_of_torch_are_fed_and_given(card: Card) -> None:
-    """Where they are: nothing goes through the host."""
+    """Tensors stay where they are: nothing goes through the host."""
     torch = _torch()
     with af.Graph() as graph:
         x = af.placeholder("float32", (None, HIDDEN))

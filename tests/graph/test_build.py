@@ -1,4 +1,4 @@
-"""Which values become tensors, which are refused, and what `apply` says of inputs that do not fit."""
+"""Values that become tensors, values that are refused, and messages of `apply` about inputs that do not fit."""
 
 from __future__ import annotations
 

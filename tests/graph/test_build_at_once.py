@@ -30,7 +30,7 @@ def eager_switches() -> Iterator[None]:
 
 
 def at_once(work: Callable[[int], Any]) -> list[Any]:
-    """What ``work(k)`` gives in each of several threads that begin together."""
+    """Return the results of ``work(k)`` in several threads that begin together."""
     start = threading.Barrier(THREADS)
 
     def begin(k: int) -> Any:
@@ -60,7 +60,7 @@ def test_threads_add_to_one_graph(eager_switches: None) -> None:
 
 
 async def test_threads_differentiate_one_loop(session: af.Session, eager_switches: None) -> None:
-    """Behaviour 94: they add what has to be saved to one and the same loop."""
+    """Behaviour 94: the threads add the values to save to one and the same loop."""
     with af.Graph() as graph:
         x = af.placeholder("float64", ())
         y = af.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, af.sin(v) * v), (af.constant(0), x))[1]

@@ -1,4 +1,4 @@
-"""Which dtypes tensors may have, their names, and promotion."""
+"""Dtypes that tensors may have, their names, and promotion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every op says what passes ask of it, and what it says of memory is true wherever its kernel runs."""
+"""Every op answers the questions of passes, and its memory facts are true wherever its kernel runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code that takes a tensor for an array is told: the error names the way to go."""
+"""Errors for code that takes a tensor for an array: the message names the way to go."""
 
 from __future__ import annotations
 

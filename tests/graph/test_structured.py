@@ -1,4 +1,4 @@
-"""Nodes of branches and loops have classes of their own, and nobody above the room looks behind them."""
+"""Nodes of branches and loops have classes of their own, and no code above the room looks behind them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_a_loop_is_given_later_is_seen_in_both_bodies() -> None:
 
 
 def hidden_questions(source: str) -> Iterator[str]:
-    """Where a module compares the name of an op, or reads what stands behind `CondNode` and `WhileNode`."""
+    """Yield the places where a module compares the name of an op, or reads internals of `CondNode` and `WhileNode`."""
     for node in ast.walk(ast.parse(source)):
         asked: list[ast.expr] = []
         if isinstance(node, ast.Compare):

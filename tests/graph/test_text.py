@@ -1,4 +1,4 @@
-"""The text form of graphs: what it looks like, that it reads back, and what is said of bad texts."""
+"""The text form of graphs: its look, reading it back, and the messages about bad texts."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_inputs_of_another_dtype_than_the_body_takes_are_found() -> None:
 
 @pytest.mark.parametrize("is_on_a_branch", [True, False])
 def test_a_branch_that_is_never_taken_may_contradict_known_values(is_on_a_branch: bool) -> None:
-    """Once lowered, a branch is nodes like others: a shape that is found for what it uses may not suit it."""
+    """Once lowered, a branch is nodes like others: the known shape of a value that it uses may not suit it."""
     with af.Graph() as graph:
         rows, two = constant(np.zeros(0, np.int64)), constant(np.ones(2, np.int64))
         if is_on_a_branch:

@@ -1,4 +1,4 @@
-"""Files as inputs: lines, arrays and records, and files that are not what they should be."""
+"""Files as inputs: lines, arrays and records, and damaged files."""
 
 from __future__ import annotations
 

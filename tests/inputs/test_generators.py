@@ -70,7 +70,7 @@ async def test_elements_that_are_not_as_declared(element: Any, message: str) -> 
 
 
 async def test_a_cancelled_generator_has_failed() -> None:
-    """What it awaited was cancelled by others: an end would be taken for that of the data."""
+    """The awaited call was cancelled by others: an end would be taken for the end of the data."""
 
     async def cancelled() -> Any:
         yield 1

@@ -1,4 +1,4 @@
-"""Inputs in runs: who gets which element, positions, and what sessions leave behind."""
+"""Inputs in runs: the elements that each run gets, positions, and the rest after sessions."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_run_that_fails_leaves_its_input_usable(graph: af.Graph, lines: 
 
 
 async def taken(state: InputState, most: int = 100) -> list[list[str]]:
-    """The next batches, up to so many."""
+    """Return the next batches, at most `most`."""
     found: list[list[str]] = []
     while len(found) < most and await state.has_more():
         found.append((await state.next())[0].tolist())
@@ -134,7 +134,7 @@ async def taken(state: InputState, most: int = 100) -> list[list[str]]:
 
 
 async def test_a_position_goes_on_where_it_was_captured(lines: af.Input) -> None:
-    """Also behind a shuffle and a repeat: what is given is a function of the position."""
+    """The elements are a function of the position, also behind a shuffle and a repeat."""
     given = lines.shuffle(7, seed=3).repeat(2).batch(3)
     whole = await taken(given.create_state())
     assert len(whole) == 14
@@ -176,7 +176,7 @@ def test_describes_its_elements_and_refuses_impossible_ones(graph: af.Graph, lin
 
 
 async def test_an_element_that_is_there_needs_no_task(tmp_path: Path) -> None:
-    """Only who has to wait is a task; and who waits is not overtaken by who comes later."""
+    """Only a firing that has to wait is a task; and later firings do not overtake it."""
     (tmp_path / "lines").write_text("".join(f"{k}\n" for k in range(9)))
     lines = af.read_lines(tmp_path / "lines", prefetch=9, name="lines")
     with af.Graph() as graph:

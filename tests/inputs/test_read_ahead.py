@@ -1,4 +1,4 @@
-"""Reading ahead: how far, where, and what is left of it."""
+"""Reading ahead: how far, where, and its end."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_reads_so_far_and_no_further(kind: str) -> None:
 
 @KINDS
 async def test_a_step_waits_for_the_first_element_alone(kind: str) -> None:
-    """Where reading is faster than computing: 1 of 100 steps waits, under 2 %."""
+    """Reading is faster than computing: 1 of 100 steps waits, under 2 %."""
     reading = ReadAhead("in", getattr(Numbers(), kind), [], 4)
     for _ in range(100):
         await reading.take()

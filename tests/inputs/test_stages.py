@@ -17,7 +17,7 @@ INT = af.spec("int64", ())
 
 
 def passed(stages: list[Stage], source: list[Element], most: int = 200) -> list[Element]:
-    """What comes out, pass after pass, up to so many elements."""
+    """Return the elements that come out, pass after pass, at most `most`."""
     passes, more = Passes(stages), True
     found: list[Element] = []
     while more and len(found) < most:

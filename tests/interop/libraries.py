@@ -26,7 +26,7 @@ class Library:
             return Tensor(self, self.fake.asarray(values))
 
     def module(self) -> Any:
-        """What `sys.modules` has by the name of torch, as far as streams go."""
+        """A module in `sys.modules` by the name of torch, with its streams."""
         cuda = SimpleNamespace(
             is_initialized=lambda: True,
             current_stream=lambda card: SimpleNamespace(cuda_stream=self.streams[card].ptr),

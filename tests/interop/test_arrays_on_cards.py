@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SEEDS = range(8)
 ALLOCATIONS = {"free", "freeHost", "hostAlloc", "malloc"}
-"""What the event loop's thread may do at the start of a session, and this test to make its own arrays."""
+"""Allocations that the event loop's thread may make at the start of a session, and this test for its own arrays."""
 
 LENGTH = 3000
 """Of arrays that are too large for the host to keep as shapes."""

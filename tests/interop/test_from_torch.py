@@ -293,7 +293,7 @@ async def test_parameters_of_the_graph_stay_as_they_are_or_are_each_rows_own(
 async def test_what_torch_cannot_map_is_called_row_by_row(
     run: Run, graph: af.Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And told of once; each row has what it has by itself, also of a module that another axis would mix."""
+    """A warning comes once; each row has its own result, also of a module that would mix rows along another axis."""
     torch.manual_seed(0)
     recurrent = torch.nn.LSTM(4, 3)
     x = af.placeholder("float32", (None, 5, 4))
@@ -336,7 +336,7 @@ async def test_a_row_at_fault_is_named(run: Run, graph: af.Graph) -> None:
 
 
 async def test_a_module_of_rows_without_any(run: Run, graph: af.Graph) -> None:
-    """One row is given to it as one of one; what it returns is inferred with two numbers of rows."""
+    """A single row is passed as a batch of one; the spec of the result is inferred with two numbers of rows."""
     layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
     x = af.placeholder("float32", (3, 4))
     y = af.from_torch(layer, rows=True)(x)

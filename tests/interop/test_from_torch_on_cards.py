@@ -1,4 +1,4 @@
-"""`af.from_torch` on CUDA devices, with stand-ins for CuPy and PyTorch: the stream, the memory, and who waits."""
+"""`af.from_torch` on CUDA devices, with stand-ins for CuPy and PyTorch: the stream, the memory, and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's tensors, and what has DLPack and nothing else, as feeds and arguments on the CPU."""
+"""PyTorch's tensors, and objects with only DLPack, as feeds and arguments on the CPU."""
 
 from __future__ import annotations
 

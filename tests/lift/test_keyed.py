@@ -110,7 +110,7 @@ async def test_steps_that_draw_are_calls_without_a_run(monkeypatch: pytest.Monke
 
 
 def test_keys_go_into_bodies() -> None:
-    """To those in which something draws, and with how many loops are between."""
+    """A body that draws gets the key, with the number of loops in between."""
     with af.Graph() as graph:
         body = Subgraph(graph, "body")
         with body:

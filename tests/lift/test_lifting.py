@@ -1,4 +1,4 @@
-"""Bodies over many rows give what they give row by row, gradients and random numbers included."""
+"""Bodies over many rows equal their results row by row, gradients and random numbers included."""
 
 from __future__ import annotations
 

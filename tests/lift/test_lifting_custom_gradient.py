@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own, over rows: what they say of one row holds for each."""
+"""Functions with a gradient of their own, over rows: their gradient of one row holds for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def clipped(x: Any, *, limit: float = 0.25) -> Any:
 
 @af.custom_gradient
 def product(pair: Any, w: Any) -> Any:
-    """Uses what the function has built, has gradients of its own, and does not give those that follow."""
+    """A function whose gradient uses nodes of the function, has gradients itself, and differs from the true ones."""
     y = af.tanh(pair["a"] @ w)
 
     def back(slope: Any, count: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_gradient_that_rows_cannot_share_is_refused_when_it_is_asked_for() -> 
 
 
 async def test_a_gradient_that_differentiates_a_loop_of_the_row() -> None:
-    """It adds what it keeps to the loop, which is lifted after that; a loop around the function too."""
+    """The gradient adds saved values to the loop, which is lifted after that; to a loop around the function too."""
 
     @af.custom_gradient
     def twice(a: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Gradients in a body, through loops that each row leaves for itself, give what they give row by row.
+"""Gradients in a body, through loops that each row leaves for itself, equal the gradients row by row.
 
-So does the gradient of what they give, for the rows of one axis and of two.
+So do the gradients of their results, for the rows of one axis and of two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random bodies of nested branches and loops over rows give what they give row by row, and so do their gradients."""
+"""Random bodies of nested branches and loops over rows equal their results row by row, and so do their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every op has a row rule or a reason, and a node over many rows gives what it gives for each of them."""
+"""Every op has a row rule or a reason, and a node over many rows equals the node over each of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_op_has_a_row_rule_or_says_why_not() -> None:
 
 
 def _rows_of(value: Any, n_rows: int) -> Any:
-    """Rows like a value: floats are scaled, and what may count positions is moved around."""
+    """Return rows like a value: floats are scaled, and integers that may count positions are permuted."""
     value = np.asarray(value)
     rows = []
     for row in range(n_rows):
@@ -82,7 +82,7 @@ def _lifted(node: Node, flags: list[bool], values: list[Any], n_rows: int, known
 
 
 def _flags(node: Node, thorough: bool) -> Iterator[list[bool]]:
-    """Which inputs have rows: all; and of the others each alone, and all up to one."""
+    """Yield choices of the inputs that have rows: all of them; each alone; and all but one."""
     places = range(len(node.inputs))
     found = [[True for _ in places]]
     if thorough:

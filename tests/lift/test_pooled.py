@@ -1,4 +1,4 @@
-"""The programs of a pooled loop, each by itself: what they say of rows is what the loop says of each activation."""
+"""The programs of a pooled loop, each by itself: their results for rows equal the loop's for each activation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def collatz(x: af.Tensor, most: af.Tensor) -> af.Tensor:
 
 
 def after(at: int, steps: int, most: int, made: int = 0) -> tuple[int, int, bool]:
-    """How many steps there were then, where it is, and whether it goes on."""
+    """Return the number of steps made, the value after them, and True if the loop goes on."""
     while steps and at > 1 and made < most:
         at, made, steps = at // 2 if at % 2 == 0 else 3 * at + 1, made + 1, steps - 1
     return made, at, at > 1 and made < most
@@ -85,7 +85,7 @@ async def test_steps_end_with_the_first_row_that_does(
 @settings(max_examples=15)
 @given(row=st.tuples(st.integers(-1, 30), st.integers(0, 9)), asked=st.integers(1, 12))
 async def test_alone_is_the_loop_itself(shared: SharedLoop, row: tuple[int, int], asked: int) -> None:
-    """In parts of so many steps: also of one that does not go on at all, or no more."""
+    """The loop runs in parts of `asked` steps: also a loop that does not go on at all, or no more."""
     made, at = np.int64(0), np.int64(row[0])
     for _ in range(3):
         before = int(made)

@@ -1,4 +1,4 @@
-"""Members of different extents in one call: whatever their lengths, each gets back what is its own."""
+"""Members of different extents in one call: whatever their lengths, each gets its own part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def members_of(draw: st.DrawFn, columns: int | None) -> list[tuple[Array, ...]]:
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
 def test_each_member_gets_its_own_part(way: str, data: st.DataObject) -> None:
-    """Fault F42: of a call that gives back its arguments, the member's own, to the bit; and how long those are."""
+    """Fault F42: a call that returns its arguments returns each member's own, to the bit, and their lengths."""
     ragged = ragged_of(way)
     members = data.draw(members_of(2 if way == "packed" else None))
     inputs = [ragged.with_told(member) for member in members]
@@ -82,7 +82,7 @@ def test_each_member_gets_its_own_part(way: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("way", ["pad", "bucket", "function"])
 @given(data=st.data())
 def test_padding_fills_to_the_longest_or_to_the_edge(way: str, data: st.DataObject) -> None:
-    """And members of one kind, whom a call is for, are all padded to the same edge."""
+    """Members of one kind, which share a call, are all padded to the same edge."""
     ragged = ragged_of(way)
     members = data.draw(members_of(None))
     inputs = [ragged.with_told(member) for member in members]

@@ -1,4 +1,4 @@
-"""What was asked for and is not done is told: a function of the user's that takes one row is called for each."""
+"""Warnings about calls that cannot take rows at once: a user's function of one row is called for each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ BUILDS = {"batched": batched, "pool=": pooled, "share=True": shared, "lift=True"
 
 @pytest.mark.parametrize("asked", BUILDS)
 def test_a_function_of_one_row_is_told_where_all_were_asked_for(asked: str) -> None:
-    """With the reason, at the user's line, once however often it is built; one that takes rows is none."""
+    """The warning has the reason and the user's line, and comes once however often the function is built."""
     graphs = af.Graph(), af.Graph()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
@@ -89,7 +89,9 @@ def test_nothing_is_told_where_nothing_was_asked_for() -> None:
 
 
 async def test_members_that_are_all_different_are_told_apart() -> None:
-    """More shapes than are kept, and calls for one each: at the line of the call, once; with pad= nobody is told."""
+    """There are more shapes than are kept, and one call for each: the warning comes once, at the line of the call; not
+    with pad=.
+    """
     with af.Graph() as graph:
         x = af.placeholder("float32", (None,))
         total = af.batched(af.sum)(x)

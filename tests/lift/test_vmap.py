@@ -1,4 +1,4 @@
-"""`vmap`: what stands along which axis, nesting, gradients outside and inside, and what newcomers get wrong."""
+"""`vmap`: axes, nesting, gradients outside and inside, and common mistakes of newcomers."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_computed_for_rows_is_named_with_its_line() -> None:
 
 @pytest.mark.parametrize("elements", [0, 3])
 async def test_a_branch_of_no_rows_gives_rows_of_its_shape(elements: int) -> None:
-    """Whether the shape of a row is known before the run or not."""
+    """The shape of a row may be known before the run or not."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (None, None))
         same = af.vmap(lambda row: af.cond(af.sum(row) > 0.0, lambda: row, lambda: -row))(x)
@@ -244,7 +244,7 @@ async def test_an_array_without_rows_is_made_once() -> None:
 
 @pytest.mark.parametrize("open_", [False, True])
 async def test_rows_read_arrays_at_places_of_their_own(open_: bool) -> None:
-    """Each row reads an element once, although others come to it later; gradients are those of indexing."""
+    """Each row reads an element once, although others come to it later; gradients equal the gradients of indexing."""
     x, k, rows = np.arange(20.0).reshape(4, 5), np.array([1, 4, 1, 0]), np.arange(4)
 
     def row(values: Any, place: Any) -> Any:

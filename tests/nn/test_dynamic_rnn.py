@@ -142,9 +142,9 @@ async def test_gradients_of_variables(run: Run) -> None:
 
 
 async def test_nothing_past_an_end_is_computed(run: Run) -> None:
-    """The cell sees as many rows as there are sequences left, and is run as often as the longest has steps.
+    """The cell sees as many rows as there are sequences left, and runs as often as the longest has steps.
 
-    In any order: what it does with inputs alone waits for no step before.
+    The order is free: work on inputs alone waits for no earlier step.
     """
     rows = []
 
@@ -219,7 +219,7 @@ async def test_two_layers(run: Run) -> None:
 @pytest.mark.parametrize("lengths", [None, LENGTHS["unsorted"]], ids=["full", "ragged"])
 @pytest.mark.parametrize("window", [1, 4])
 async def test_windows(run: Run, window: int, lengths: list[int] | None) -> None:
-    """How many steps may overlap makes no difference."""
+    """The number of steps that may overlap makes no difference."""
     found = await run(af.nn.dynamic_rnn(gru, INPUTS, H, lengths, parallel_iterations=window))
     expected = await run(af.nn.dynamic_rnn(gru, INPUTS, H, lengths))
     for a, b in zip(found, expected, strict=True):
@@ -255,7 +255,7 @@ async def test_fewer_or_more_lengths_than_sequences(run: Run, count: int) -> Non
 
 
 def test_arguments_that_do_not_fit() -> None:
-    """Each message says what is wrong with which."""
+    """Each message names the wrong argument and the mistake."""
     for inputs, state, lengths, error, message in [
         (INPUTS, H[:4], None, af.ShapeError, "inputs has batch 5, initial_state has 4"),
         ((INPUTS, INPUTS[:5]), H, None, af.ShapeError, r"inputs\[0\] has steps 6, inputs\[1\] has 5"),
@@ -271,7 +271,7 @@ def test_arguments_that_do_not_fit() -> None:
 
 
 def test_cells_that_do_not_fit() -> None:
-    """What a cell takes and returns is checked when the loop is built."""
+    """The arguments and results of a cell are checked when the loop is built."""
     cells: list[tuple[Any, type[Exception], str]] = [
         (lambda x: x, af.GraphError, "cell of dynamic_rnn is called with"),
         (lambda x, s: s, af.GraphError, "returns its output and the next state"),
@@ -286,7 +286,7 @@ def test_cells_that_do_not_fit() -> None:
 
 
 def test_options_of_the_loop() -> None:
-    """They are those of `while_loop`."""
+    """The options equal the options of `while_loop`."""
     outputs, _ = af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=3, swap_memory=True, name="layer")
     loop = next(node for node in outputs.graph.nodes if node.op.name == "while")
     assert (loop.name, loop.attrs["parallel_iterations"], loop.attrs["swap_memory"]) == ("layer", 3, True)

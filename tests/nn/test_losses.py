@@ -77,7 +77,7 @@ async def test_sigmoid_cross_entropy(run: Run) -> None:
 
 
 async def test_sigmoid_cross_entropy_of_large_logits(run: Run) -> None:
-    """What is almost right has a small loss that is not 0, and what is wrong a finite one."""
+    """Nearly right logits have a small loss that is not 0, and wrong ones a finite one."""
     logits, labels = np.array([[50, -50, 1000, -1000], [1, 0, 0, 0]], np.float32)
     found = await run(af.nn.sigmoid_cross_entropy(logits, labels))
     np.testing.assert_allclose(found, [np.exp(-50), np.exp(-50), 1000, 0], rtol=1e-6)
@@ -122,7 +122,7 @@ def test_sequence_mask_of_floats() -> None:
 
 
 async def test_masked_mean(run: Run) -> None:
-    """What is masked may even be NaN; of nothing it is 0. Its gradient is 0 where the mask is false."""
+    """Masked elements may even be NaN; the mean of nothing is 0. The gradient is 0 where the mask is false."""
     x = af.constant([1.0, np.nan, 3.0, np.inf])
     mask = np.array([True, False, True, False])
     mean = af.nn.masked_mean(x, mask)

@@ -137,7 +137,7 @@ def test_an_lstm_has_a_pair_as_state(batch: int) -> None:
 
 
 def test_a_gru_has_a_tensor_as_state() -> None:
-    """What an LSTM takes is named."""
+    """The message names the state that the cell takes."""
     with pytest.raises(af.GraphError, match="gru_cell: its state h is one tensor; got a tuple of 2 values"):
         af.nn.gru_cell(X, (H, H), af.nn.GRUWeights(*random_weights(3, HIDDEN)))
 

@@ -1,7 +1,7 @@
 """A stand-in for CuPy that computes at once, and in which looking at a value on the host is an error.
 
-Its arrays have CuPy's attributes and methods and no others; its functions are those of CuPy's names, and take what CuPy
-takes: arrays, and NumPy scalars where they are ufuncs, but never an array of NumPy's.
+Its arrays have CuPy's attributes and methods and no others. Its functions have CuPy's names and argument types: arrays,
+and NumPy scalars where they are ufuncs, but never an array of NumPy's.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Ufunc:
 
 
 class _Module:
-    """What `CudaNamespace` takes for CuPy."""
+    """The module that `CudaNamespace` takes for CuPy."""
 
     ndarray = DeviceArray
 
@@ -213,7 +213,7 @@ XP = CudaNamespace(_Module())
 
 
 def on_device(value: Any, *, counters: bool, scalars: bool) -> Any:
-    """What a kernel on a device gets for a value of NumPy's.
+    """Return the form in which a kernel on a device gets a value of NumPy's.
 
     Args:
         value: a value of any dtype.
@@ -235,10 +235,10 @@ _checked: set[str] = set()
 
 
 def check_on_device(node: Node, inputs: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Runs the kernel of `node` as on a CUDA device, and compares what it gives with what NumPy's has given.
+    """Run the kernel of `node` as on a CUDA device, and compare its results with NumPy's.
 
-    Nothing is run of what goes to the host as a whole, has state, or carries arrays in a variant; and once only what
-    differs in its values and extents alone.
+    Nodes are left out if they run on the host, have state, or carry arrays in a variant. Nodes run only once if they
+    differ in their values and extents alone.
     """
     tensors = (*node.inputs, *node.outputs)
     if node.op is CONSTANT or runs_on_host(node) or node.op.effects is not None:

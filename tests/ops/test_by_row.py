@@ -1,4 +1,4 @@
-"""`RowKernel` and those that leave rows to it: ops of users that take rows at once or not, and random draws."""
+"""`RowKernel` and the ops that leave rows to it: ops of users, with rows at once or not, and random draws."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_rows_that_were_left_are_left_again_where_a_recorded_run_is_done_a
 
 
 def test_rows_that_are_left_may_pause_between_them() -> None:
-    """And their results are checked as those of one call are."""
+    """The results of rows are checked as the results of one call are."""
     library = Library()
     made = BY_ROW_OPS[3].kernel
     assert made is not None

@@ -232,7 +232,7 @@ def test_only_helpers_that_are_called_are_defined() -> None:
 
 
 def is_elementwise(op: Op) -> bool:
-    """Whether each element of the output depends on that element of the inputs alone, by trying it."""
+    """Return True if each element of the output depends only on that element of the inputs, by trying it."""
     if not op.is_pure or op.kernel is None:
         return False
     dtypes = [np.dtype(c) for c in "fi?F"]

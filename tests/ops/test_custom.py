@@ -37,7 +37,7 @@ def call(tensor: af.Tensor | af.Node, *inputs: Any) -> Any:
 
 
 def returning(value: Any, outputs: Any = VECTOR) -> Any:
-    """What a node gives whose function returns `value`."""
+    """Return the result of a node whose function returns `value`."""
     with af.Graph() as graph:
         af.op(outputs=outputs)(lambda: value)()
     return call(graph.nodes[-1])

@@ -43,7 +43,7 @@ REFUSED = frozenset(
 )
 """Ops that have neither, as a gradient of zeros would be wrong without a word: asking for one is an error.
 
-A write of state gives the new value, which depends on what is written and on state that earlier runs have left. The
+A write of state gives the new value, which depends on the written value and on state of earlier runs. The
 primitives pass values on in loops written by hand, which `gradients` does not put together again.
 """
 
@@ -129,7 +129,7 @@ def test_reasons_are_given() -> None:
 
 
 def test_an_op_without_either_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check itself: an op nobody thought of makes it fail."""
+    """The check itself works: an unknown op makes it fail."""
     stray = Op("stray", lambda x: x, lambda xp: lambda x: x, traits=OPAQUE)
     monkeypatch.setitem(globals(), "registered_ops", lambda: (stray,))
     with pytest.raises(AssertionError, match="stray"):

@@ -1,4 +1,4 @@
-"""Broadcasting undone: what is known of shapes is used and kept, and what only looks alike is not taken for equal."""
+"""Broadcasting undone: known shapes are used and kept, and extents that only look equal are not taken for equal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_unknown_extents_that_look_alike_may_differ() -> None:
 
 @pytest.mark.parametrize("known", [None, (None, None), (None, 3), (4, 3)])
 def test_the_gradient_has_the_known_extents_of_its_value(known: tuple[int | None, ...] | None) -> None:
-    """Even if nothing is known of what has reached it; and so does the gradient of the gradient."""
+    """Its shape is known even if the shape of the incoming gradient is not; so is the gradient's gradient."""
     with Graph():
         x, grad = placeholder("float64", known), placeholder("float64", None)
         reached = sum_to_like(grad, x)
@@ -55,7 +55,7 @@ def test_broadcasting_both_ways(extents: tuple[int, ...], known: str) -> None:
 
 
 def test_arrays_carry_gradients() -> None:
-    """What passes values on passes the gradients of arrays, too."""
+    """Ops that pass values on pass the gradients of arrays, too."""
     with Graph():
         array = TensorArray("float64", 1).write(0, placeholder("float64", (2,)))
         assert array.handle.dtype == VARIANT

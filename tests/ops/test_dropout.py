@@ -10,7 +10,7 @@ from asyncflow.graph.values.dtypes import as_dtype
 
 
 async def values(rate: Any, x: Any, *, feeds: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """What comes out of `x`, and the gradient of its sum."""
+    """Return the dropout of `x`, and the gradient of its sum."""
     with af.Graph(seed=3) as graph:
         given = af.placeholder(x.dtype, (None,) * x.ndim)
         chance = af.placeholder("float32", ()) if feeds else rate

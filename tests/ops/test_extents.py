@@ -1,4 +1,4 @@
-"""What is known of shapes that are computed: from constants, wherever they are used."""
+"""Known extents of computed shapes: from constants, wherever they are used."""
 
 from __future__ import annotations
 

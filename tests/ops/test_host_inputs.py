@@ -1,7 +1,7 @@
-"""Kernels on devices with memory of their own look at no value there, but for those their op says are on the host.
+"""Kernels on devices with memory of their own look only at values that their op declares to be on the host.
 
-Every test of an op in this folder runs its kernel on such arrays, too (`check_on_device`). Here whole programs do, so
-that ops are among them that hand on what is no array; and none is left out.
+Every test of an op in this folder runs its kernel on such arrays, too (`check_on_device`). Here whole programs do. So
+ops that pass on other values than arrays are among them, and no op is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _run_there(nodes: Iterable[Node], values: dict[Tensor, Any], counters: bool)
 
 
 def traced(build: Callable[..., Any], arrays: Sequence[Any], known: bool) -> tuple[list[Node], dict[Tensor, Any]]:
-    """The nodes of a program and its gradients, and what it is fed."""
+    """Return the nodes of a program and its gradients, and its feeds."""
     with Graph() as graph:
         inputs = [placeholder(x.dtype, x.shape if known else (None,) * x.ndim) for x in map(np.asarray, arrays)]
         built = build(*inputs)

@@ -125,7 +125,7 @@ def test_integers_get_no_gradient() -> None:
 
 
 def test_many_rows_of_a_large_table() -> None:
-    """As an embedding has them; the sums are those of a loop."""
+    """An embedding has such rows; the sums equal a loop's."""
     rng = np.random.default_rng(3)
     rows, grad = rng.integers(-50, 50, (7, 30)), rng.normal(size=(4, 7, 30, 8))
     (found,) = gradients_at(lambda x: x[:, rows], np.zeros((4, 50, 8)), grad=[grad])
@@ -220,7 +220,9 @@ def test_positions_known_in_the_run() -> None:
 
 
 def taken_apart(build: Callable[..., Any]) -> Callable[..., af.Tensor]:
-    """What `build` takes of x flows back as it is, and is added up: x times how often each element was taken."""
+    """Return the gradient of a sum of what `build` takes of x: x times the number of times that each element was
+    taken.
+    """
 
     def total(x: af.Tensor, *others: af.Tensor) -> af.Tensor:
         back: list[af.Tensor] = []
@@ -234,7 +236,7 @@ def taken_apart(build: Callable[..., Any]) -> Callable[..., af.Tensor]:
 
 
 def ops_of_sum(build: Callable[..., Any], shape: tuple[int | None, ...] | None) -> list[str]:
-    """The ops that the sum takes, without those that are not used."""
+    """Return the ops that the sum needs."""
     with af.Graph():
         total = taken_apart(build)(af.placeholder("float64", shape))
     return [total.node.op.name, *(x.node.op.name for x in total.node.inputs if x.node.op.name in ("add", "scatter_to"))]

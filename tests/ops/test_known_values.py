@@ -1,4 +1,4 @@
-"""What is known of values while a graph is built, and feeds that contradict what was built on it."""
+"""Known values while a graph is built, and feeds that contradict them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ LIFTED: dict[str, Callable[[af.Tensor], af.Tensor]] = {
 
 @pytest.mark.parametrize("name", LIFTED)
 async def test_lifted_bodies_are_built_on_their_captures(name: str) -> None:
-    """Behaviour 103: the nodes of the body go; what they were built on holds for the nodes over all rows."""
+    """Behaviour 103: the nodes of the body go; values known for them are known for the nodes over all rows."""
     with af.Graph() as graph:
         n = af.constant(3)
         y = LIFTED[name](n)

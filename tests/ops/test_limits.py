@@ -1,4 +1,4 @@
-"""What the limits of a function mean, and what is no limit."""
+"""Limits of functions: their meaning, and values that are no limit."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_layer_norm(evaluate: Evaluate, dtype: Any, axis: Any) -> None:
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_layer_norm_of_large_values(evaluate: Evaluate, dtype: Any) -> None:
-    """Whose squares are no numbers, or their sum is none; rows beside them keep their epsilon."""
+    """Values whose squares are no numbers, or their sum is none; other rows keep their epsilon."""
     pattern = np.array([[1.0, -2.0, 3.0, 5.0], [1.0, 1.0, 1.0, 1.0], [1e-3, 2e-3, 0.0, 1e-3]])
     scale = np.array([[2.0 ** (ml_dtypes.finfo(dtype).maxexp // 2)], [2.0**6], [1.0]])
     x = (pattern * scale).astype(dtype)

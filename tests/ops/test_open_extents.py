@@ -66,7 +66,9 @@ async def test_what_only_looks_alike_is_still_summed(rows: int, run: Run) -> Non
 
 
 def test_extents_known_to_be_equal() -> None:
-    """And what is not: parts, sums of extents, other values, and anything that a run may feed."""
+    """Extents that are not known to be equal: parts, sums of extents, other values, and anything that a run may
+    feed.
+    """
     x, y = af.placeholder("float64", (None, 3)), af.placeholder("float64", (None, 3))
     seen: dict[str, Any] = {}
 

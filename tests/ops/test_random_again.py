@@ -18,7 +18,7 @@ from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("inside", [0, 1])
 def test_a_key_draws_what_its_firing_draws(seed: int, inside: int) -> None:
-    """In another run and loop: what is told of a firing is its key, and the loops inside of where it was taken."""
+    """In another run and loop, the key stands for the firing, and inner loops count from its loops on."""
     with Graph():
         key = random_key()
         node = random.normal((3,), seed=5).node
@@ -43,7 +43,9 @@ def test_a_key_draws_what_its_firing_draws(seed: int, inside: int) -> None:
 
 @pytest.mark.parametrize("draws_by_key", [False, True])
 def test_a_number_draws_what_that_iteration_draws(draws_by_key: bool) -> None:
-    """In place of a key: two loops stand for the one whose iteration it is, and those inside of it are as they were."""
+    """The iteration number replaces a key: two loops stand for the iteration's loop, and inner ones are as they
+    were.
+    """
     with Graph():
         key, number = random_key(), constant(7)
         node = random.normal((3,), seed=5).node
@@ -59,7 +61,7 @@ def test_a_number_draws_what_that_iteration_draws(draws_by_key: bool) -> None:
 
 
 def test_a_key_that_is_the_same_for_all_rows_draws_the_same_for_all() -> None:
-    """Which is known of each of them, not of all at once."""
+    """The key is known to be the same for each row."""
     attrs = {"draws": "random_uniform", "arguments": {"seed": 1, "shape": (), "dtype": np.dtype("f8")}}
     make: Any = RANDOM_AGAIN.kernel
     draw = make(np, **attrs, axes=0, inside=0, specs=())

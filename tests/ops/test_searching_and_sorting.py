@@ -25,7 +25,7 @@ WORDS = np.array(["b", "", "a", "b"], dtype=string)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero", [0.0, -0.0, 1.0])
 def test_where_of_a_large_array_and_a_scalar_gives_the_same_bits(dtype: Any, zero: float) -> None:
-    """What is not chosen is left out, whatever it is: infinities, NaN and signs of zeros."""
+    """Elements that are not chosen are left out, whatever they are: infinities, NaN and signs of zeros."""
     x, c = sample((40, 50), dtype), sample((40, 50), "bool", 2)
     if x.dtype.kind in "fc":
         x[::3, ::2], x[::2, ::5], x[1::4] = np.nan, np.inf, -0.0

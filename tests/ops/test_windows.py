@@ -61,7 +61,7 @@ def test_the_gradient_goes_back_to_its_place() -> None:
 
 
 async def test_windows_of_rows(run: Any) -> None:
-    """Each row has starts of its own: values and gradients, inside and outside, are those of rows one by one."""
+    """Each row has starts of its own: values and gradients, inside and outside, equal the rows one by one."""
     rng = np.random.default_rng(0)
     rows, shared = rng.normal(size=(4, 6, 3)), rng.normal(size=(6, 3))
     starts = np.array([[0, 0], [4, 1], [2, 1], [4, 0]])

@@ -27,7 +27,7 @@ async def test_by_value(run: Run) -> None:
 
 @pytest.mark.parametrize("limit", [1.0, 5.0, 100.0, np.float64(2), np.array(2.0)])
 async def test_by_norm(run: Run, limit: Any) -> None:
-    """Each by itself: norms 5 and 12 end at the limit, and what is below it stays as it is."""
+    """Each gradient is clipped by itself: norms 5 and 12 end at the limit, and smaller ones stay as they are."""
     for found, given, norm in zip(await run(af.optim.clip_by_norm([A, B], limit)), (A, B), (5, 12), strict=True):
         np.testing.assert_allclose(found, given * min(1, limit / norm), rtol=1e-15)
 
@@ -69,7 +69,7 @@ async def test_squares_that_float32_cannot_hold(run: Run, size: float) -> None:
 
 @pytest.mark.parametrize("wrong", [[np.inf, 1.0], [np.nan, 1.0], [1e300, 1.0]], ids=["inf", "nan", "overflow"])
 async def test_a_norm_that_is_not_finite(run: Run, wrong: list[float]) -> None:
-    """It spoils every gradient, so that nobody trains on zeros without noticing."""
+    """Every gradient becomes not finite, so that training on zeros cannot go unnoticed."""
     (a, b), norm = await run(af.optim.clip_by_global_norm([np.array(wrong), np.ones(2)], 1.0))
     assert not np.isfinite(norm)
     assert np.isnan([*a, *b]).all()

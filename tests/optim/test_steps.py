@@ -95,7 +95,7 @@ async def test_a_learning_rate_that_is_a_tensor(run: Run, step: Callable[..., af
 
 @pytest.mark.parametrize("step", [af.optim.sgd, af.optim.momentum, af.optim.adam])
 async def test_two_variables_at_once(run: Run, step: Callable[..., af.Node]) -> None:
-    """What is remembered for one has nothing to do with the other."""
+    """The state of one variable has nothing to do with the other's."""
     a, b = af.Variable(START, name="a"), af.Variable(START[0], name="b")
     train = step([(af.constant(grads()[0]), a), (af.constant(grads()[1, 1]), b)], learning_rate=RATE)
     alone = af.Variable(START[0], name="alone")
@@ -157,7 +157,7 @@ async def test_minimize(run: Run) -> None:
 
 @pytest.mark.parametrize("step", [af.optim.sgd, af.optim.momentum, af.optim.adam])
 def test_pairs_that_do_not_fit(step: Callable[..., af.Node]) -> None:
-    """Each message names the variable and what is wrong."""
+    """Each message names the variable and the mistake."""
     w = af.Variable(np.zeros(3), name="w")
     g = af.zeros(3)
     for pairs, error, message in [

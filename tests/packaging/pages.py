@@ -33,7 +33,7 @@ for path in sys.argv[1:]:
 
 
 def programs_on(page: str) -> list[str]:
-    """Return the programs of a page; `make doctest` runs those with prompts, and compares their output."""
+    """Return the programs of a page; `make doctest` runs programs with prompts, and compares their output."""
     programs = [block for block in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if ">>>" not in block]
     assert programs, f"{page} shows no ```python program"
     return programs

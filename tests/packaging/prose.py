@@ -19,7 +19,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = ROOT / "asyncflow"
 
 PEOPLE: Final = "user|caller|client|reader|person|programmer|author|newcomer"
-"""Nouns after which "who" has a referent: "a user who" is fine, "who waits" and "those who wait" are not."""
+"""Nouns after which "who" has a referent."""
 UNNAMED: Final = re.compile(
     r"""\b(?:
       (?:no|some|any|every)body | no\ one
@@ -41,7 +41,7 @@ _PRONOUNS: Final = """
 PRONOUNS: Final = frozenset(_PRONOUNS.split())
 """Pronouns counted in first sentences. The relatives *that*, *which* and *whose* follow their noun: not counted."""
 QUESTION: Final = re.compile(r"(?:Whether|How|What|Who|Whose|Which|When|Where|Why|If)\b|[^.!]*\?(?:\s|$)")
-"""How a docstring opens that is a question; `Return True if ...` says the same thing plainly."""
+"""Openings of docstrings that are questions; `Return True if ...` says the same thing plainly."""
 MOST_WORDS: Final = 25
 LONG_FILE: Final = 300
 LEAST_COMMENTS: Final = 0.03

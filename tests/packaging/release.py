@@ -1,7 +1,7 @@
 """`python -m tests.packaging.release WHEEL`: try a wheel on each supported Python that this machine has.
 
-Each Python gets an empty environment with the wheel and its dependencies alone, where the README's programs and the
-commands of the conda recipe's test run. There mypy accepts the guide's programs, with the stubs of the NumPy that the
+Each Python gets an empty environment with the wheel and its dependencies alone. The README's programs and the
+commands of the conda recipe's test run there. mypy accepts the guide's programs, with the stubs of the NumPy that the
 Python gets. This command names the versions that the machine lacks. It fails if a version fails, or if there is none to
 try.
 """
@@ -30,7 +30,7 @@ SUPPORTED = tuple(found[1] for each in PROJECT["classifiers"] if (found := _VERS
 _STEP_S = 900.0
 """A step may load packages over a slow line."""
 PRINTED = re.compile(r"[Ii]t prints `(.+?)`")
-"""What the README says of the output of its programs."""
+"""A statement of the README about the output of its programs."""
 
 
 def recipe_items(*keys: str) -> list[str]:
@@ -53,7 +53,7 @@ def _command(words: str, binaries: Path) -> list[str | Path]:
 
 
 def _clean(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return ``variables`` without those that lead Python to packages elsewhere, such as a checkout."""
+    """Return ``variables`` without variables that lead Python to packages elsewhere, such as a checkout."""
     return {name: value for name, value in variables.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 

@@ -82,11 +82,11 @@ def assigned(function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
 
 
 def assigned_by(target: ast.expr, value: ast.expr | None, flags: set[str]) -> Iterator[tuple[str, bool]]:
-    """The attributes of `self` that one assignment gives, each with whether it can only be a boolean.
+    """Yield the attributes of `self` that one assignment sets, each with True if it can only be a boolean.
 
     Args:
-        target: what is assigned to.
-        value: what is assigned; None if it is a part of what cannot be taken apart.
+        target: of the assignment.
+        value: of the assignment; None if it is a part of a value that cannot be taken apart.
         flags: names of parameters that are booleans.
     """
     if isinstance(target, ast.Tuple):
@@ -114,7 +114,9 @@ def declarations(text: str) -> Iterator[ast.ClassDef]:
 
 
 def counts(folder: Path) -> dict[str, tuple[int, int]]:
-    """How many attributes and booleans the instances of each class below `folder` have, those of its bases included."""
+    """Return the numbers of attributes and booleans of instances of each class below `folder`, with their bases'
+    attributes.
+    """
     modules = sorted(folder.rglob("*.py"))
     classes = {node.name: node for path in modules for node in declarations(path.read_text(encoding="utf-8"))}
 

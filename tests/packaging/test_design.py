@@ -1,4 +1,4 @@
-"""The pages of the design and of the rooms name what is there: links, modules, and few words, each told once."""
+"""The pages of the design and of the rooms: their links and modules exist, and they say few words, each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`__all__` of the public modules: what is exported is there, once, in order, and documented."""
+"""`__all__` of the public modules: exported names exist, once, in order, and are documented."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ print("numpy" in sys.modules, "asyncio" in sys.modules)
 
 
 def run_alone(program: str, *arguments: str) -> str:
-    """Run a program in a process of its own, in which a warning is an error; return what it printed."""
+    """Run a program in a process of its own, in which a warning is an error; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, *arguments],
         cwd=ROOT,

@@ -16,7 +16,7 @@ FLOORS: Final = (
     *(("session",), ("gates",), ("shared",), ("run",), ("calls",), ("executor",)),
     *(("scheduler", "values", "watch"), ("lines",)),
 )
-"""Rooms of `asyncflow/runtime`, from top to bottom; those of one floor do not import one another."""
+"""Rooms of `asyncflow/runtime`, from top to bottom; rooms of one floor do not import one another."""
 
 MOST_FILES: Final = 8
 """Files of the largest circle. A circle is one thing in several files, each of which is read with the others.
@@ -32,9 +32,10 @@ PARTS_IN_CIRCLES: Final = {
     "asyncflow.ops": [10],
     "asyncflow.state": [3],
 }
-"""Circles of the folders and files of a room, of those with a folder: how many are in each. These numbers only shrink.
+"""Number of members of each circle of folders and files of a room that contains a folder. These numbers only shrink.
 
-Families of ops use the ops and the derivatives of one another; each file of a family is in no circle."""
+Families of ops use the ops and the derivatives of one another; each file of a family is in no circle.
+"""
 
 
 @pytest.fixture(scope="module")

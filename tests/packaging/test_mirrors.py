@@ -25,7 +25,7 @@ WHOLE_BEHAVIOUR = {
     "scaling": "cost beside size",
     "typing": "what type checkers see",
 }
-"""Folders whose tests are about no module of their own, and what they are about."""
+"""Folders whose tests are about no module of their own, and their subjects."""
 
 NO_MODULE = {
     "benchmarks/test_benchmarks.py": "runs all of them",
@@ -36,7 +36,7 @@ NO_MODULE = {
 
 
 def names(room: Path) -> set[str]:
-    """What tests of a room's modules may be called.
+    """Return the names that tests of a room's modules may have.
 
     A module in a folder of the room goes by its own name, or with its folders, or some of them, before it; not if
     several modules then have one name, of which none stands in the room itself.
@@ -51,7 +51,9 @@ def names(room: Path) -> set[str]:
 
 
 def mirrors(test: str, room: Path) -> bool:
-    """Whether a test file is named after a module, with words behind its name or without: `test_place_quality.py`."""
+    """Return True if a test file is named after a module, with words behind its name or without:
+    `test_place_quality.py`.
+    """
     words = test.removeprefix("test_").removesuffix(".py").split("_")
     return not names(room).isdisjoint("_".join(words[:count]) for count in range(1, len(words) + 1))
 

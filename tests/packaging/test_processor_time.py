@@ -1,4 +1,4 @@
-"""Which tests fail for the processor time that they take, and of which functions a part runs."""
+"""Tests that fail for their processor time, and functions of which only a part runs."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ BODIES = {
 
 
 async def test_the_guides_server_answers_any_body() -> None:
-    """What cannot be read is the client's fault."""
+    """A body that cannot be read is the client's fault."""
     (program,) = (program for program in programs_on("docs/howto/web_server.md") if "async def predict" in program)
     module = ModuleType("guide_server")
     exec(compile(program, "guide_server", "exec"), vars(module))

@@ -1,4 +1,4 @@
-"""What `RELEASING.md` asks for: equal versions, a changelog to read, a true recipe, and a wheel that was tried."""
+"""Requirements of `RELEASING.md`: equal versions, a changelog to read, a true recipe, and a wheel that was tried."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_target_of_the_list_is_there() -> None:
 
 
 def test_the_interpreters_of_this_machine(tmp_path: Path) -> None:
-    """A version manager has a `python3.x` on the path for versions that nobody chose, which does not run."""
+    """A version manager has a `python3.x` on the path also for versions that are not chosen, which does not run."""
     here = "{}.{}".format(*sys.version_info)
     other = next(version for version in SUPPORTED if version != here)
     shim = tmp_path / f"python{other}"

@@ -20,7 +20,7 @@ TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def entries() -> list[str]:
-    """What the first page, and pages with pages below them, lead to; some of it as patterns."""
+    """Return the entries of toctrees of the first page, and of pages with pages below them; some are patterns."""
     trees = TOCTREE.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
     lines = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     return [*lines, *(pattern.removeprefix("/") for pattern in site_pages.CHILDREN.values())]

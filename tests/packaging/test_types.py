@@ -35,10 +35,10 @@ MOST = {
     "testing": 4,
     "values.py": 6,
 }
-"""How often a room may say `Any`; of one that says it less often, lower the number. Those not here never say it."""
+"""Most uses of `Any` in a room; lower the number if there are fewer. Other rooms have none."""
 
 NAMES_OF_ANY = {"Cupy", "CupyArray", "Grad", "Index", "Mark", "Nest", "Placed", "Raw", "TorchTensor", "Weight"}
-"""Aliases of `Any`: each says beside it what it stands for. More would hide what this counts."""
+"""Aliases of `Any`: a comment beside each says its meaning. More would hide what this counts."""
 
 
 def test_no_room_says_any_more_often_than_it_did() -> None:
@@ -60,7 +60,7 @@ def test_names_that_stand_for_any_are_few() -> None:
 
 
 def signatures(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """What is annotated in a function, or in a class and its public methods: a name and the annotation."""
+    """Yield the annotations in a function, or in a class and its public methods: a name and the annotation."""
     if isinstance(value, type):
         yield from ((f"{name}.{field}", str(kind)) for field, kind in inspect.get_annotations(value).items())
         for member, inner in vars(value).items():
@@ -74,7 +74,9 @@ def signatures(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_public_functions_say_their_types(module: ModuleType) -> None:
-    """Those that are made by another function, too: else `help` shows less of them, and the test below sees nothing."""
+    """Functions made by other functions have types too: else `help` shows less of them, and the test below sees
+    nothing.
+    """
     functions = {name: value for name in module.__all__ if inspect.isfunction(value := getattr(module, name))}
     silent = [
         f"{name}({each})"

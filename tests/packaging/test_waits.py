@@ -68,7 +68,7 @@ def impatient_waits(source: str) -> list[int]:
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir()))
 def test_every_limit_of_a_wait_is_generous(folder: str) -> None:
-    """Not those of `session.run`, whose tests are about what happens when time is up, nor those for cards alone."""
+    """Tests of `session.run` with a timeout do not count, as they are about its end, nor do tests for cards alone."""
     for path in sorted((ROOT / "tests" / folder).rglob("*.py")):
         name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         lines = impatient_waits(source) if SOME_WAIT.search(source) else []

@@ -10,7 +10,7 @@ import asyncflow as af
 
 
 def means(rows: af.Tensor, offsets: af.Tensor) -> af.Tensor:
-    """The mean row of each request; `rows` are those of all requests, one after another."""
+    """Return the mean row of each request; `rows` has the rows of all requests, one after another."""
     totals = af.concat([af.zeros((1, 4)), af.cumulative_sum(rows, axis=0)])
     sums = af.take(totals, offsets[1:], axis=0) - af.take(totals, offsets[:-1], axis=0)
     return sums / af.astype(offsets[1:] - offsets[:-1], "float64")[:, None]

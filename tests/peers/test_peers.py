@@ -1,4 +1,4 @@
-"""Programs that open issues of other systems ask for: each computes what it should, and docs/why.md shows it."""
+"""Programs that open issues of other systems ask for: each computes the right results, and docs/why.md shows it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Built(NamedTuple):
 def build(program: Program, parallel_iterations: int, where: Callable[[], str | None] = lambda: None) -> Built:
     """The graph of `program`, whose loops overlap up to `parallel_iterations` iterations.
 
-    Each statement asks for the device that ``where()`` names, if it does; those in a branch or loop ask anew.
+    Each statement asks for the device that ``where()`` names, if any; statements in a branch or loop ask anew.
     """
     with af.Graph() as graph:
         variables = {name: af.Variable(value, name=name) for name, value in program.variables.items()}

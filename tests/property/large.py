@@ -1,11 +1,11 @@
 """Random programs over arrays of any size and dtype, the same for NumPy and for a graph.
 
-A program is the decisions of a random number generator. Whoever runs it draws them anew, with the same seed each time a
+A program is the decisions of a random number generator. Each runner draws them anew, with the same seed each time a
 body runs, so there is no tree of it: `statements` runs on a machine of `tests.property.machines`.
 
 Arrays have `rows` times `columns` elements, as a vector or as a matrix, so that views come about: they are reshaped,
-transposed, flipped and sliced. Sums of floats are left out, whose bits depend on where elements lie, and products of
-complex numbers are of small whole ones, which have but one result.
+transposed, flipped and sliced. Sums of floats are left out, as their bits depend on where elements lie. Products of
+complex numbers are of small whole numbers, which have only one result.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ VECTOR, MATRIX = "vector", "matrix"
 TRIPS = 3
 """No loop has more."""
 LARGEST = 97
-"""What complex numbers are brought below before they are multiplied."""
+"""Bound of complex numbers that are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value is: its dtype, and whether it is a vector of all elements or a matrix of them."""
+    """The kind of a value: its dtype, and a vector of all elements or a matrix of them."""
 
     dtype: str
     form: str
@@ -45,7 +45,7 @@ class Kind:
 
 @dataclass(slots=True)
 class Scope:
-    """What a block sees."""
+    """The names that a block sees."""
 
     values: list[tuple[Kind, Any]]
     arrays: list[tuple[Kind, Any]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Scope:
 
 
 class Program(NamedTuple):
-    """What the generator begins with.
+    """The start of a generator.
 
     Attributes:
         seed: of its decisions.
@@ -81,7 +81,7 @@ def write_program(seed: int, extents: tuple[int, int]) -> Program:
 
 
 def array_of(kind: Kind, extents: tuple[int, int], random: Random) -> Any:
-    """Whole numbers, halves and, where the dtype has them, what is special."""
+    """Return an array of whole numbers, halves and, if the dtype has them, special values."""
     rng = np.random.default_rng(random.randrange(1 << 30))
     shape = kind.shape(extents)
     match np.dtype(kind.dtype).kind:
@@ -116,7 +116,7 @@ def laid_out(array: Any, random: Random) -> Any:
 
 
 def interpret(program: Program, state: dict[str, Any]) -> dict[str, Any]:
-    """What a run gives, by NumPy; changes `state`, the values of the variables."""
+    """Return the results of a run, by NumPy; changes `state`, the values of the variables."""
     with np.errstate(all="ignore"):
         return _Writer(Numbers(state), program).run(dict(program.feeds))
 
@@ -298,7 +298,9 @@ class _Writer:
         return value if tuple(value.shape) == shape else self.xp.reshape(value, shape)
 
     def expression(self, random: Random, scope: Scope) -> tuple[Kind, Any]:
-        """A chain of operations, most of them elementwise: what is in between is used once, and its buffer again."""
+        """Return a chain of operations, most of them elementwise: values in between are used once, and their buffers
+        again.
+        """
         form = random.choice(self.forms)
         value = self.in_form(form, self.seen(random, scope))
         for _ in range(random.randint(1, 4)):

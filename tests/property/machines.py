@@ -1,7 +1,7 @@
-"""What random programs over large arrays run on: NumPy, which is how they are meant, and a graph.
+"""Machines for random programs over large arrays: NumPy, which defines their meaning, and a graph.
 
-The functions of `tests.property.large` call `xp`, whose functions NumPy and asyncflow both have under their Array API
-names, and the methods here where the two differ.
+The functions of `tests.property.large` call `xp`. NumPy and asyncflow both have its functions under their Array API
+names. Where the two differ, they call methods of this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Machine(ABC):
 
 
 class Rows:
-    """What a TensorArray is: a new one after each write, and each element is written once."""
+    """The model of a TensorArray: a new one after each write, and each element is written once."""
 
     def __init__(self, rows: Sequence[Any], empty: Any) -> None:
         self._rows = tuple(rows)

@@ -1,8 +1,8 @@
-"""Random typed programs, and what they mean in plain Python and NumPy.
+"""Random typed programs, and their meaning in plain Python and NumPy.
 
 A program is a tree: a block of statements over expressions. Every name is bound once, so a block may use any name of
-the blocks around it. Expressions are built from the type they must have, so every program is valid; `interpret` runs
-one with NumPy, `tests.property.graphs` builds the same one as a graph.
+the blocks around it. Expressions are built from their required type, so every program is valid. `interpret` runs
+a program with NumPy, `tests.property.graphs` builds the same program as a graph.
 
 Left out because NumPy itself does not define their bits: conversions of floats to integers.
 """
@@ -196,7 +196,7 @@ class Loop:
 
     Attributes:
         counter: name of the counter inside.
-        trips: an integer; what is left of it modulo `MAX_TRIPS` + 1 bounds the iterations.
+        trips: an integer, whose remainder modulo `MAX_TRIPS` + 1 bounds the iterations.
         inner: names of the variables inside.
         form: how the loop carries its variables: ``tuple``, ``dict`` or ``nested``.
         limit: `maximum_iterations`, or None.
@@ -227,8 +227,8 @@ class Program:
         inputs: types of the fed values.
         feeds: their values.
         variables: initial values of the variables.
-        fetches: names of the outermost block to return; with variables, all of them, because a fetch runs only what it
-            needs and an assignment that nobody asks for would not run.
+        fetches: names of the outermost block to return. With variables, all of them: a fetch runs only nodes that it
+            needs, and other assignments would not run.
     """
 
     inputs: Mapping[str, Type]
@@ -242,7 +242,7 @@ class Program:
 
 
 def interpret(program: Program, state: dict[str, Value]) -> dict[str, Value]:
-    """What a run returns, computed with NumPy. Changes `state`, the values of the variables."""
+    """Return the results of a run, computed with NumPy. Changes `state`, the values of the variables."""
     with np.errstate(all="ignore"):
         scope = dict(program.feeds)
         _Interpreter(state).block(program.body, scope)

@@ -74,9 +74,9 @@ def programs(draw: st.DrawFn, types: Sequence[Type] = TYPES) -> Program:
 
 
 def write_program(choose: Callable[[int], int], types: Sequence[Type] = TYPES) -> Program:
-    """A program, by the decisions of `choose`, which gives a number from 0 up to its argument, exclusive.
+    """Return a program, by the decisions of `choose`, which returns a number from 0 up to its argument, exclusive.
 
-    `types` are those of inputs, names, results and loop variables.
+    `types` are the types of inputs, names, results and loop variables.
     """
     writer = _Writer(choose, types)
     inputs = {f"input{index}": writer.pick(types) for index in range(choose(4))}

@@ -1,4 +1,4 @@
-"""Random programs with gradients give the same bits, whatever is saved for those and whatever is computed again."""
+"""Random programs with gradients give the same bits, whichever values are saved and whichever are computed again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncflow.testing import virtual_clock
 from tests.property.differentiable import COLUMNS, FREE, ROWS, random_loss
 
 Program: TypeAlias = tuple[af.Graph, list[Any], dict[Any, Any]]
-"""A graph, what is fetched of it, and what is fed."""
+"""A graph, its fetches, and its feeds."""
 
 
 def random_program(seed: int, order: int, is_open: bool) -> Program:
-    """A loss and so many gradients, each of the one before."""
+    """Return a loss and `order` gradients, each of the one before."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (None if is_open else ROWS, COLUMNS))
         w = af.placeholder("float32", (COLUMNS, COLUMNS))

@@ -86,7 +86,7 @@ def test_random_programs(
 
 
 def parts(block: Block, place: str = "") -> set[str]:
-    """Which statements a block holds, and in what: ``Loop/If/Write``."""
+    """Return the statements in a block, with their nesting: ``Loop/If/Write``."""
     found: set[str] = set()
     for statement in block.statements:
         path = f"{place}{type(statement).__name__}"

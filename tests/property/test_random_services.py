@@ -29,14 +29,14 @@ STEPS = (0, 1, 3, 20)
 SOON_S = (0.0005, 0.003, 0.05)
 
 ENDS = (asyncio.CancelledError, af.DeadlineExceeded, af.OutOfMemoryError, af.OverloadedError)
-"""How a request may end without its answer: it was cancelled or late, did not fit, or came when there was no place."""
+"""Ends of a request without its answer: it was cancelled or late, did not fit, or came when there was no place."""
 
 Tree: TypeAlias = "tuple[Tree, ...]"
 Run: TypeAlias = Callable[[Callable[[], Any]], None]
 
 
 class Request(NamedTuple):
-    """What one client asks for: a row, a number of steps, and a tree, each vertex of which has that row."""
+    """A client's request: a row, a number of steps, and a tree, each vertex of which has that row."""
 
     x: Any
     n: int
@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One kind of request: what it fetches and takes, and what a request by itself gives, if that is known.
+    """A kind of request: its fetches and feeds, and the result of a request by itself, if that is known.
 
     Attributes:
         names: of the fields of `Request` that it takes.
@@ -151,7 +151,9 @@ class Service:
 
 
 class Clients:
-    """The clients of a session, who draw what they do; how often `Service.add` was done, and may have been."""
+    """Clients of a session, who draw their actions; they count how often `Service.add` ran, and how often it may have
+    run.
+    """
 
     def __init__(self, service: Service, session: af.Session, seed: int) -> None:
         self.service, self.session, self.seed = service, session, seed
@@ -264,7 +266,9 @@ WHERE: dict[str, tuple[Run, list[str] | None]] = {
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_requests_of_all_kinds_together(where: str, seeds: range, tmp_path: Path) -> None:
-    """84, 88: Each has the answer of the request by itself, or the end that it asked for, and nobody waits for ever."""
+    """Behaviour 84, 88: each has the answer of the request by itself, or its requested end, and no request waits for
+    ever.
+    """
     run, devices = WHERE[where]
     for seed in seeds:
         try:

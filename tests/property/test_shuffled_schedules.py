@@ -1,6 +1,6 @@
 """Ten kinds of program, each in hundreds of orders: one result, and nothing left over.
 
-A session with a seed picks among the ready nodes at random, and another way in each of its runs, so one compiled plan
+A session with a seed picks among the ready nodes at random, in another way in each of its runs. So one compiled plan
 serves all orders. A failure names the session that repeats it in its first run.
 """
 

@@ -22,7 +22,9 @@ MOST_GROWTH = 4.0
 """Time per node may grow so much when a graph gets ten times larger: caches and the collector cost a factor of two,
 anything quadratic one of ten."""
 ATTEMPTS = 3
-"""What grows does so each time. On a busy machine a processor that others share may be half as quick for a while."""
+"""Attempts to measure growth, which shows each time. On a busy, shared machine a processor may be half as fast for a
+while.
+"""
 
 
 # -- graphs of n nodes -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The rules as an oracle: what runs give, in any order and setting, is among the outcomes that the rules allow.
+"""The rules as an oracle: the results of runs, in any order and setting, are among the outcomes that the rules allow.
 
-``python -m tests.semantics.oracle 0 100000`` checks so many random graphs, of the numbers from 0 on.
+``python -m tests.semantics.oracle 0 100000`` checks 100,000 random graphs, numbered from 0 on.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SETTINGS: Mapping[str, Open] = {
     for name, devices in {"one": ["cpu:0"], "three": ["cpu:0", "cpu:1", "cpu:2"], "card": ["cuda:0"]}.items()
     for regions in (True, False)
 }
-"""Where programs run; a card is the stand-in."""
+"""Settings in which programs run; a card is the stand-in."""
 
 
 @dataclass(slots=True)
 class Checked:
-    """Counts of what was checked.
+    """Counts of the oracle.
 
     Attributes:
-        graphs: those whose outcomes could be explored.
-        allowed: outcomes that those have which may have two to four.
-        met: those of them that runs had.
+        graphs: graphs whose outcomes could be explored.
+        allowed: outcomes of the graphs that may have two to four.
+        met: allowed outcomes that runs had.
     """
 
     graphs: int = 0
@@ -58,13 +58,13 @@ class Steered(PickLog):
         self.left = list(order)
 
     def position(self, partition: int, ready: Sequence[tuple[PlanNode, Any]]) -> int | None:
-        """The place of what is in no order, or of what is next in it; None if there is neither."""
+        """Return the place of a step without an order, or of the next one in the order; None if there is neither."""
         steps = [self._step(*each) for each in ready]
         free = (place for place, step in enumerate(steps) if step not in self.left)
         return next(free, steps.index(self.left[0]) if self.left[:1] and self.left[0] in steps else None)
 
     def may_take(self, partition: int, ready: Sequence[tuple[PlanNode, Any]]) -> bool:
-        """Whether one of them may be taken now."""
+        """Return True if a step may be taken now."""
         return self.position(partition, ready) is not None
 
     def taken(self, partition: int, node: PlanNode, iteration: Any) -> None:

@@ -56,7 +56,7 @@ def acyclic_program(random: Random, effects: Effects = "unordered") -> Program:
 
 
 class _Block:
-    """Statements that may use what was made before them."""
+    """Statements that may use values made before them."""
 
     def __init__(self, random: Random, variables: Sequence[af.Variable], known: Sequence[af.Tensor]) -> None:
         self.random, self.variables, self.known = random, variables, list(known)
@@ -98,7 +98,7 @@ class _Block:
 
 
 def queued_program(random: Random, effects: Effects = "unordered") -> Program:
-    """Producers and consumers of one queue, as many elements in as out, and what comes out changes a variable."""
+    """Producers and consumers of one queue, with as many elements in as out; taken elements change a variable."""
     with af.Graph(effects=effects) as graph:
         queue = af.FIFOQueue(random.randint(1, 3), af.spec("int64", ()), name="q")
         total = af.Variable(0, name="total")

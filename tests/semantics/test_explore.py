@@ -33,7 +33,7 @@ def left_in(variable: af.Variable, found: Exploration) -> set[object]:
 
 
 def test_assign_add_has_one_outcome() -> None:
-    """Behaviour 70: atomic additions, whose values nobody looks at, give the sum."""
+    """Behaviour 70: atomic additions whose values are not read give the sum."""
     with unordered() as graph:
         v = af.Variable(0, name="v")
         adds = [v.assign_add(k).node for k in (1, 2, 4)]
@@ -52,7 +52,7 @@ def test_assign_concat_has_two_outcomes() -> None:
 
 
 def test_read_add_write_may_lose_updates() -> None:
-    """Behaviour 70: both updates, or one of them lost; who reads before the other has written loses it."""
+    """Behaviour 70: both updates, or one of them lost; a read before the other write loses that write."""
     with unordered() as graph:
         v = af.Variable(0, name="v")
         writes = [v.assign(v + 1).node, v.assign(v + 2).node]
@@ -99,7 +99,7 @@ def test_a_name_means_the_same_as_for_a_run() -> None:
 
 
 def test_ordered_effects_have_one_outcome() -> None:
-    """Behaviour 71: what was written first is first, through branches and loops too."""
+    """Behaviour 71: accesses happen in the written order, through branches and loops too."""
     with af.Graph() as graph:
         v, u = af.Variable(1, name="v"), af.Variable(0, name="u")
 
@@ -185,7 +185,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_failure_has_no_effect_and_ends_the_run() -> None:
-    """Behaviour 72: what others had done by then is done; what waits for the failed node is not."""
+    """Behaviour 72: effects of other nodes until then stay; nodes that wait for the failed node do not run."""
     with unordered() as graph:
         v, u, w = (af.Variable(0, name=name) for name in "vuw")
         checked = af.assert_that(v.assign(1) == 2, "no")
@@ -284,7 +284,7 @@ def test_large_elements_are_copied_in_no_time() -> None:
 
 
 def test_what_waits_for_a_queue() -> None:
-    """Behaviour 78: for ever, until it is closed, or for those who wait for more than there is room for."""
+    """Behaviour 78: the wait lasts for ever, until the queue is closed, or until a larger take makes room."""
     with af.Graph() as graph:
         queue = af.FIFOQueue(2, af.spec("int64", ()), name="q")
         put, many = queue.enqueue(7), queue.enqueue_many([1, 2, 3])
@@ -351,7 +351,7 @@ def test_sections_of_a_mutex_lose_no_update() -> None:
 
 
 def test_firings_that_meet_at_a_barrier_go_on_together() -> None:
-    """What is behind it on one side comes after what is before it on the other."""
+    """Nodes behind it on one side come after nodes before it on the other."""
     with unordered() as graph:
         v, barrier = af.Variable(0, name="v"), af.Barrier(2, name="b")
         with af.control_dependencies([v.assign(1)]):
@@ -387,7 +387,7 @@ async def test_runs_meet_at_a_barrier_as_the_rules_say() -> None:
 
 
 def test_elements_of_an_input_are_taken_once_each(tmp_path: Path) -> None:
-    """In any order that is left open; who finds none fails, and who asks takes none."""
+    """Every open order is tried; a firing that finds no element fails, and asking takes none."""
     (tmp_path / "lines").write_text("a\nb\n")
     lines = af.read_lines(tmp_path / "lines", name="lines")
     with unordered() as graph:
@@ -415,7 +415,7 @@ def test_an_input_that_never_comes_ends_the_search_in_time() -> None:
 
 
 def test_an_input_is_closed_whatever_ends_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what is no `Exception`, such as an interrupt, which is none of its elements."""
+    """Also an error that is no `Exception`, such as an interrupt, closes the input."""
     closed = []
 
     async def interrupted(self: InputState) -> Any:
@@ -486,7 +486,7 @@ async def test_each_resource_in_a_loop_has_its_own_turn(window: int, allowed: se
 
 
 async def test_two_loops_with_two_queues_between_them_end() -> None:
-    """Behaviour 71: who takes all of one queue, and then all of the other, does not wait for ever."""
+    """Behaviour 71: a loop that takes all of one queue, and then all of the other, does not wait for ever."""
     with af.Graph() as graph:
         small, large = (af.FIFOQueue(room, af.spec("int64", ()), name=f"q{room}") for room in (1, 2))
 

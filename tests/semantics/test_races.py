@@ -154,7 +154,7 @@ def test_branches_of_one_cond_exclude_one_another() -> None:
 
 
 def test_a_result_waits_only_for_what_both_branches_wait_for() -> None:
-    """What comes before one branch alone is before the result only when that one is taken."""
+    """Accesses before one branch alone are before the result only if that branch is taken."""
     with unordered() as graph:
         x = af.placeholder("bool", ())
         v = af.Variable(0, name="v")
@@ -209,7 +209,7 @@ def test_a_read_in_the_predicate_comes_after_writes_that_the_loop_waits_for() ->
 
 
 def test_values_leave_a_loop_and_enter_iterations_before_other_writes() -> None:
-    """A counter leaves before the writes are done; the last of these is out before those of iterations before it."""
+    """A counter leaves before the writes are done; its last value is out before the writes of earlier iterations."""
     with unordered() as graph:
         v, u = af.Variable(0, name="v"), af.Variable(0, name="u")
 
@@ -375,7 +375,7 @@ def test_puts_race_with_puts_and_takes_with_takes() -> None:
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
 def test_the_leaving_element_depends_on_the_present_ones(kind: str, effects: Any) -> None:
-    """Where the queue chooses, with ordered effects too; not if a control edge says what has come in by then."""
+    """A queue that chooses depends on its elements, with ordered effects too; not if a control edge orders the puts."""
     with af.Graph(effects=effects) as graph:
         queue, element = MIXED[kind].make(9, INT, "q"), MIXED[kind].element
         many = queue.enqueue_many(element([1, 2], [1, 2]))

@@ -32,11 +32,11 @@ EFFECTS: tuple[Effects, ...] = ("ordered", "unordered")
 BUILDS: tuple[Build, ...] = (stateful_program, acyclic_program, queued_program)
 
 PROGRAMS = 200
-"""A fault is found by so many programs at most."""
+"""Most programs until a fault is found."""
 
 
 async def is_allowed(run: Program, found: af.Exploration, seed: int) -> bool:
-    """Whether an outcome of `run` is among those found for a program with variables of the same names."""
+    """Return True if an outcome of `run` is among the ones found for a program with variables of the same names."""
     af.allow_races(*run.variables)
     async with af.Session(run.graph, regions=False, seed=seed) as session:
         fetched = await session.run(run.fetches)
@@ -47,7 +47,7 @@ async def is_allowed(run: Program, found: af.Exploration, seed: int) -> bool:
 
 
 async def finds_fault(effects: Effects, build: Callable[[int], Program]) -> bool:
-    """Whether a run of what `build` makes of one of `PROGRAMS` numbers shows what the program may not do."""
+    """Return True if a run of a program from one of `PROGRAMS` numbers shows a forbidden outcome."""
     for number in range(PROGRAMS):
         program = stateful_program(Random(number), effects)
         found = af.explore(program.graph, program.fetches, max_states=300)
@@ -100,11 +100,11 @@ async def test_random_graphs_stay_within_the_rules(request: pytest.FixtureReques
     ],
 )
 async def test_runs_can_show_every_outcome(build: Build, first: int) -> None:
-    """Behaviour 70: none that the rules allow is out of the executor's reach, of each program and each kind.
+    """Behaviour 70: the executor can reach every allowed outcome, of each program and each kind.
 
-    Runs are steered, as shuffled ones hardly ever come to some: what is behind the many steps of a loop seldom comes
-    before what is ready from the beginning. In queued program 7 a loop puts in before a node beside it for one seed of
-    fifty, and in stateful program 29 an update in two loops was before a read for none of 1500.
+    Runs are steered, as shuffled ones hardly ever reach some outcomes: a node behind the many steps of a loop seldom
+    comes before a node that is ready at first. In queued program 7 a loop puts in before a node beside it for one of
+    fifty seeds. In stateful program 29 an update in two loops was before a read for none of 1500.
     """
     for number in range(first, first + 2):
         program = build(Random(number), "unordered")
