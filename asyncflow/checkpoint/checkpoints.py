@@ -494,7 +494,7 @@ def _is_latest(step: Path, path: Path) -> bool:
 def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: States) -> bool:
     """Return True if arrays may be a state of the session; record a fault if not."""
     if name not in found:
-        return False  # nobody knows yet
+        return False  # there is no state to compare with yet
     record = compared.manifest.states[name]
     try:
         check_capture(found[name][1], record.kind, arrays)

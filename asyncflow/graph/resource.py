@@ -44,7 +44,7 @@ class Resource:
         if name is not None and not is_name(name):
             raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
         if container is not None and name is None:
-            raise GraphError(f"a {self.noun} in container {container!r} needs a name, by which sessions find it there")
+            raise GraphError(f"a {self.noun} in container {container!r} needs a name, so that other sessions find it")
         self.serial = next(_serial)
         self.name = name or f"{self.noun}_{self.serial}"
         self.container = container

@@ -190,7 +190,7 @@ def _check_body(node: Node, name: str, body: Subgraph, places: Places) -> None:
 
 def _check_cond(node: CondNode) -> None:
     if not node.inputs:
-        raise _fault(node, "its first input is to be the predicate; it has none")
+        raise _fault(node, "its first input must be the predicate; it has no inputs")
     _check_predicate(node, node.inputs[0], "its predicate")
     for branch in (_body(node, name) for name in node.body_names):
         _check_specs(node, node.inputs[1:], branch.inputs, f"inputs after the predicate and those of {branch.label!r}")
@@ -214,13 +214,13 @@ def _check_while(node: WhileNode) -> None:
 def _body(node: Node, name: str) -> Subgraph:
     body = node.attrs.get(name)
     if not isinstance(body, Subgraph):
-        raise _fault(node, f"its attr {name!r} is to be a body of nodes; it is {body!r}")
+        raise _fault(node, f"its attr {name!r} must be a body of nodes; it is {body!r}")
     return body
 
 
 def _check_predicate(node: Node, tensor: Tensor, what: str) -> None:
     if tensor.dtype != bool_ or not is_compatible(tensor.shape, ()):
-        raise _fault(node, f"{what} is {tensor.name} {tensor.spec}; it is to be a bool scalar, bool[]")
+        raise _fault(node, f"{what} is {tensor.name} {tensor.spec}; it must be a bool scalar, bool[]")
 
 
 def _check_specs(node: Node, left: Sequence[Tensor], right: Sequence[Tensor], what: str) -> None:

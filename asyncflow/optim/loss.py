@@ -26,5 +26,5 @@ def as_loss(what: str, value: object, advice: str = "") -> Tensor:
     if kind_of(tensor.dtype) != "f":
         raise DTypeError(f"{what} is {tensor!r}; only a float has a gradient")
     if tensor.shape not in ((), None):
-        raise ShapeError(f"{what} is {tensor!r}; it is to be a scalar: take its af.sum or af.mean")
+        raise ShapeError(f"{what} is {tensor!r}; it must be a scalar: take its af.sum or af.mean")
     return tensor

@@ -495,7 +495,7 @@ def _store(kind: _VertexKind, x: Tensor) -> RowStore:
     """A store for values that the core of a function gives to its lazy part."""
     if not is_static(x.shape):
         raise GraphError(
-            f"{kind.function} uses {x.name} {x.spec} for what it pushes, and its shape is not known in full; say "
+            f"{kind.function} pushes values computed from {x.name} {x.spec}, whose shape is not known in full; pass "
             "lift_parts=False, or use af.reshape"
         )
     return RowStore(x.dtype, x.shape, size(kind.vertices))

@@ -161,14 +161,14 @@ def test_gradients_into_captured_values_are_refused() -> None:
     """Of a tensor from outside, and of variables read in the function or in a loop of it; in loop bodies too."""
     w, v, x = af.constant(3.0), af.Variable(3.0), af.constant(2.0)
     product = af.custom_gradient(lambda x: (x * (w * 2.0), lambda grad: grad))
-    with pytest.raises(af.GraphError, match=r"<lambda> uses <Tensor constant:0 float64\[\]>, which is none of its arg"):
+    with pytest.raises(af.GraphError, match=r"<lambda> uses <Tensor constant:0 .*>, which is not one of its arg"):
         af.gradients(product(x), w)
     in_loop = af.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, product(y)), (0, x))[1]
     with pytest.raises(af.GraphError, match=r"uses <Tensor while/body/capture_constant:0 .* pass it as an argument"):
         af.gradients(in_loop, [x, w])
     reads = af.custom_gradient(lambda x: (x * v, lambda grad: grad))
     with pytest.raises(
-        af.GraphError, match=r"uses Variable\(.*which is none of its arguments.*let grad_fn take variables="
+        af.GraphError, match=r"uses Variable\(.*which is not one of its arguments.*let grad_fn take variables="
     ):
         af.gradients(reads(x), v)
 
@@ -176,7 +176,7 @@ def test_gradients_into_captured_values_are_refused() -> None:
         return af.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y * v), (0, x))[1], lambda grad: grad
 
     y = af.custom_gradient(read_in_loop)(x)
-    with pytest.raises(af.GraphError, match=r"read_in_loop uses Variable\('.*'\), which is none of its arguments"):
+    with pytest.raises(af.GraphError, match=r"read_in_loop uses Variable\('.*'\), which is not one of its arguments"):
         af.gradients(y, v)
 
 
@@ -268,7 +268,7 @@ def test_what_else_is_refused() -> None:
 WRONG_GRADIENTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "too few": (lambda grad: grad, af.GraphError, "returns one gradient for each of 2 arguments, in a tuple; it retu"),
     "too many": (lambda grad: (grad, grad, grad), af.GraphError, "it returned 3 values"),
-    "dtype": (lambda grad: (af.astype(grad, "float32"), None), af.DTypeError, "it is to be float64"),
+    "dtype": (lambda grad: (af.astype(grad, "float32"), None), af.DTypeError, "which needs dtype float64"),
     "shape": (lambda grad: (grad, af.stack([grad, grad])), af.ShapeError, r"it is to have shape \[\]"),
 }
 

@@ -223,9 +223,9 @@ def test_what_cannot_be_joined_is_named() -> None:
             af.map_fn(af.batched(lambda x, offsets: x, ragged="packed"), table, lift=True)
         padded = af.batched(lambda x, lengths: af.sum(x) / af.astype(lengths, "float64"), pad=0)
         assert af.map_fn(padded, table, lift=True).shape == (2,)
-    with pytest.raises(af.GraphError, match="takes an argument lengths="):
+    with pytest.raises(af.GraphError, match="need a function with a parameter lengths="):
         af.batched(lambda x: x, pad=0)
-    with pytest.raises(af.GraphError, match="takes an argument offsets="):
+    with pytest.raises(af.GraphError, match="needs a function with a parameter offsets="):
         af.batched(lambda x: x, ragged="packed")
 
 

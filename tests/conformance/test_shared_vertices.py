@@ -203,7 +203,7 @@ async def test_a_run_whose_graph_is_none(open_session: OpenSession, known: bool)
         2: ([0, 0, 1, 3], [0, 1, 9], [0, 3], "vertex 2 of sample 0 has a child 9"),
         4: ([1, 1, 2, 3], [0, 1, 1], [0, 3], "offsets of an input graph go from 0"),
         5: ([0, 0, 1], [0], [0, 2], "pulls\\['x'\\] has a row for each vertex: the graph has 2 vertices"),
-        6: ([0, 0, 0, 3], [0, 1, 1], [0, 3], "vertex 2 of sample 0 has 3 children; 2 are the most"),
+        6: ([0, 0, 0, 3], [0, 1, 1], [0, 3], "vertex 2 of sample 0 has 3 children; at most 2 are allowed"),
     }
     arrays = [*nest.flatten(program.structure)[0], program.x]
     asked = [[*map(np.array, wrong[each][:3]), *right[3:]] if each in wrong else right for each in range(8)]

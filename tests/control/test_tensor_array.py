@@ -269,7 +269,7 @@ async def test_unwritten_elements(graph: af.Graph, run: Run) -> None:
     assert_same(await run(af.TensorArray("string", 1, element_shape=()).read(0)), np.array("", np.dtypes.StringDType()))
     error = await cause(run, af.TensorArray("int64", 2, element_shape=(None, 3)).read(0))
     assert isinstance(error, ValueError)
-    assert "element 0, which is not written, needs the shape of an element, of which only [?,3] is known" in str(error)
+    assert "element 0, which was never written, needs the shape of an element, but only [?,3] is known" in str(error)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -202,7 +202,7 @@ LOOP_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
     (
         "no body",
         lambda g, c, b: g.node("loop").attrs.update(body=3),
-        "its attr 'body' is to be a body of nodes; it is 3",
+        "its attr 'body' must be a body of nodes; it is 3",
     ),
     ("n_vars", lambda g, c, b: g.node("loop").attrs.update(n_vars=9), "n_vars is 9"),
     (
@@ -267,7 +267,7 @@ BRANCH_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
     (
         "predicate",
         lambda g, t, f: g.node("pick").inputs.__setitem__(0, g.tensor("x")),
-        r"its predicate is x:0 float32\[\?\]; it is to be a bool scalar",
+        r"its predicate is x:0 float32\[\?\]; it must be a bool scalar",
     ),
     ("results", lambda g, t, f: f.results.clear(), "results of 'pick/false' and outputs differ in number: 0 and 1"),
     (

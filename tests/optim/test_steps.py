@@ -271,7 +271,7 @@ def test_minimize_checks_its_loss() -> None:
     w = af.Variable(np.ones(3), name="w")
     loss: Any
     for loss, error, message in [
-        (w * 2, af.ShapeError, r"minimize: the loss is .*; it is to be a scalar: take its af.sum or af.mean"),
+        (w * 2, af.ShapeError, r"minimize: the loss is .*; it must be a scalar: take its af.sum or af.mean"),
         (af.argmax(w), af.DTypeError, "minimize: the loss is .*int64.*; only a float has a gradient"),
         ((af.sum(w), w), af.GraphError, "minimize: the loss is one tensor to differentiate; got"),
     ]:

@@ -140,10 +140,8 @@ _UNCOMMENTED: Final = """
     ops/user/from_torch.py
     profiler/picture.py
     profiler/summary.py
-    runtime/executor/kernels/limited_calls.py
     runtime/executor/recorder.py
     runtime/gates/admission.py
-    runtime/run/run.py
     runtime/session/record.py
     runtime/session/session.py
     runtime/shared/batches.py

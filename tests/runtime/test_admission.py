@@ -144,7 +144,7 @@ async def test_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Progr
                 asked = program.run(session, 3)
                 with pytest.raises(af.OverloadedError, match=r"busy with 1 run \(max_runs=1\)") as caught:
                     asked.send(None)
-                assert "this one would have to wait, as 1 do (max_queued=1); it did not start" in str(caught.value)
+                assert "this run found the queue full, as 1 wait (max_queued=1); it did not start" in str(caught.value)
                 assert (caught.value.runs, caught.value.queued) == (1, 1)
                 assert 1.5 <= caught.value.retry_after_s <= 3
                 with pytest.raises(af.OverloadedError):  # what is fed is neither looked at nor copied

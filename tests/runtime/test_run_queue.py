@@ -461,7 +461,7 @@ def test_a_full_queue_makes_way_for_more_important_runs() -> None:
         found = list(queue.decide(0))
         for _, error in found:
             assert isinstance(error, af.OverloadedError)
-            assert "this one had to give way to one of priority" in str(error)
+            assert "this run had to give way to a run of priority" in str(error)
         return [run for run, _ in found]
 
     offer(0)
@@ -469,7 +469,7 @@ def test_a_full_queue_makes_way_for_more_important_runs() -> None:
     for k in range(14):
         offer(0)
         assert gone() == [low[15 - k]]
-    with pytest.raises(af.OverloadedError, match=r"would have to wait, as 16 do \(max_queued=16\)"):
+    with pytest.raises(af.OverloadedError, match=r"found the queue full, as 16 wait \(max_queued=16\)"):
         offer(0)
     with pytest.raises(af.OverloadedError):
         offer(5)

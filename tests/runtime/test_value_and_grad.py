@@ -185,9 +185,9 @@ def test_refused_arguments(graph: af.Graph) -> None:
     square = af.value_and_grad(lambda x: x * x)
     with pytest.raises(af.DTypeError, match=r"argument 0 is int64, .*: pass 2\.0, not 2"):
         square(2)
-    with pytest.raises(af.GraphError, match="argument 0 is to be passed by position; there are 0"):
+    with pytest.raises(af.GraphError, match="pass argument 0 by position; got 0 positional arguments"):
         square(x=2.0)
-    with pytest.raises(af.ShapeError, match=r"float64\[2\]>; it is to be a scalar: take its af.sum or af.mean"):
+    with pytest.raises(af.ShapeError, match=r"float64\[2\]>; it must be a scalar: take its af.sum or af.mean"):
         square(np.array([1.0, 2.0]))
     with pytest.raises(af.DTypeError, match="only a float has a gradient"):
         af.value_and_grad(af.argmax)(np.array([1.0, 2.0]))

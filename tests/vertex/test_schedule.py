@@ -211,7 +211,7 @@ MALFORMED: dict[str, tuple[Malformed, str]] = {
     "dangling": (Malformed([0, 0, 1], [2], [0, 2]), "vertex 1 of sample 0 has a child 2.*vertices, 0 to 1"),
     "negative": (Malformed([0, 0, 1], [-1], [0, 2]), "vertex 1 of sample 0 has a child -1"),
     "another sample": (Malformed([0, 0, 0, 1], [0], [0, 1, 3]), r"vertex 1 of sample 1 \(2 in .*child 0.*1 to 2"),
-    "arity": (Malformed([0, 0, 0, 0, 3], [0, 1, 2], [0, 4]), "vertex 3 of sample 0 has 3 children; 2 are the most"),
+    "arity": (Malformed([0, 0, 0, 0, 3], [0, 1, 2], [0, 4]), "vertex 3 of sample 0 has 3 children; at most 2 are"),
     "type": (Malformed([0, 0, 0], [], [0, 1, 2], [1, 3]), r"vertex 0 of sample 1 .* is of type 3; types are 0 to 2"),
     "negative type": (Malformed([0, 0], [], [0, 1], [-1]), "vertex 0 of sample 0 is of type -1; types are 0 to 2"),
     "falling": (Malformed([0, 2, 1, 3], [1, 1, 1], [0, 3]), "vertex 1 of sample 0 has -1 children: offsets"),

@@ -290,8 +290,8 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     if lost:
         advice = "let grad_fn take variables=, " if isinstance(lost[0], Variable) else ""
         raise GraphError(
-            f"custom_gradient: {rule.name} uses {lost[0]!r}, which is none of its arguments, and a gradient is asked "
-            f"for that would flow there: pass it as an argument, {advice}or cut it with af.stop_gradient"
+            f"custom_gradient: {rule.name} uses {lost[0]!r}, which is not one of its arguments, and a gradient is "
+            f"asked for that would flow there: pass it as an argument, {advice}or cut it with af.stop_gradient"
             f"\n  built at {node.location}"
         )
     found, of_variables = rule.gradients(node, grads)

@@ -192,8 +192,8 @@ def _add_alike_kernel(xp: Namespace) -> Kernel:
     def add(left: Array, right: Array) -> Value:
         if left.shape != right.shape:
             raise ValueError(
-                f"concat: what is joined along the last axis is alike in all others; the products of the pieces have "
-                f"shapes {format_shape(left.shape)} and {format_shape(right.shape)}"
+                f"concat: pieces joined along the last axis must be alike in all others; the products of the pieces "
+                f"have shapes {format_shape(left.shape)} and {format_shape(right.shape)}"
             )
         return xp.add(left, right)
 

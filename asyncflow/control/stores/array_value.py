@@ -282,7 +282,7 @@ class ArrayValue:
     def _zeros(self, index: int) -> Array:
         shape = self._known_shape()
         if shape is None or not is_static(shape):
-            raise self._shape_unknown(f"element {index}, which is not written,", shape)
+            raise self._shape_unknown(f"element {index}, which was never written,", shape)
         return self._store.xp.zeros(shape, self.kind.dtype)
 
     def _known_shape(self) -> Shape:
@@ -290,6 +290,6 @@ class ArrayValue:
 
     def _shape_unknown(self, what: str, shape: Shape) -> ValueError:
         return ValueError(
-            f"{what} needs the shape of an element, of which only {format_shape(shape)} is known; make the TensorArray "
-            f"with element_shape=..., or, of map_fn and scan, have fn give values whose shape is known in full"
+            f"{what} needs the shape of an element, but only {format_shape(shape)} is known; pass element_shape= to "
+            f"TensorArray, or let fn of map_fn or scan return values whose shape is known in full"
         )

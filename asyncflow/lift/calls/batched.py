@@ -534,10 +534,10 @@ def _require_told(fn: Callable[..., Nest], batch: Batch) -> None:
         return
     parameters = shown.parameters
     if batch.tells not in parameters and all(x.kind is not x.VAR_KEYWORD for x in parameters.values()):
-        how = "pad= and bucket= are" if batch.ragged is None else 'ragged="packed" is'
+        options = "pad= and bucket= need" if batch.ragged is None else 'ragged="packed" needs'
         raise GraphError(
-            f"{how} for a function that takes an argument {batch.tells}=, by which it tells rows from one another and "
-            f"from padding; {getattr(fn, '__name__', fn)} takes {', '.join(parameters) or 'none'}"
+            f"{options} a function with a parameter {batch.tells}=, which says where rows end and padding begins; "
+            f"{getattr(fn, '__name__', fn)} takes {', '.join(parameters) or 'no parameters'}"
         )
 
 
@@ -564,7 +564,7 @@ def _add_call(
     own = body.inputs[: len(given) + (ragged is not None)]
     has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}
     if not any(has_rows.values()):
-        raise GraphError(f"{label}: a batched function takes a tensor, of which each member has its own; it has none")
+        raise GraphError(f"{label}: a batched function needs an argument that is a tensor, its member's own")
     if batch.ragged is not None and not all(has_rows[x] is False for x in outer):
         its = next(x.name for inner, x in outer.items() if has_rows[inner])
         raise GraphError(f"{label}: {its}, which it captures, is each run's own; make it an argument, to be packed too")

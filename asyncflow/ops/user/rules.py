@@ -93,8 +93,8 @@ def _of_input(what: str, node: Node, x: Tensor, value: TensorLike | None) -> Ten
     grad = as_tensor(value) if is_symbolic else as_tensor(value, x.dtype)
     if grad.dtype != x.dtype:
         raise DTypeError(
-            f"{what} returned {grad!r} as the gradient of {x!r}: it is to be {dtype_name(x.dtype)}; convert it with "
-            f"af.astype\n  differentiates {node.name}, built at {node.location}"
+            f"{what} returned {grad!r} as the gradient of {x!r}, which needs dtype {dtype_name(x.dtype)}; convert it "
+            f"with af.astype\n  differentiates {node.name}, built at {node.location}"
         )
     if not is_compatible(grad.shape, x.shape):
         raise ShapeError(

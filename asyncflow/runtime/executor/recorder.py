@@ -56,7 +56,7 @@ class Recorder:
         self._device = device
         self._launched: list[_Launched] = []
         self._counted: list[tuple[AsynchronousDevice, Spans]] = []
-        device.memory.lap(self)  # from here on
+        device.memory.lap(self)  # peaks are measured from here on; `finish` ends that
         self.moves: Sequence[SwapCopy] = ()
         """Moves of saved values."""
 
@@ -79,7 +79,7 @@ class Recorder:
         queued_ns: int | None = None,
         attempt: int = 0,
     ) -> None:
-        """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
+        """Record a firing that ran on the event loop, on a stream's thread or as a coroutine."""
         if self.order is not None and status == "ok":
             self.order.ended(self._partition, node, iteration, result, self._device)
         ready = self._since(node, iteration, started)
@@ -95,7 +95,7 @@ class Recorder:
         result: Value,
         status: str,
     ) -> None:
-        """One firing that was a coroutine; of a function with limits, each of its attempts."""
+        """Record a firing that was a coroutine; of a function with limits, each of its attempts."""
         for number, attempt in enumerate(attempts[:-1]):
             ready = self._since(node, iteration, attempt.asked_ns)
             fired = self._fired(node, iteration.tag(), "async", ready, attempt.started_ns, attempt.ended_ns, "")
@@ -107,7 +107,7 @@ class Recorder:
         self.firing(node, iteration, "async", started, ended, result, status, queued, attempt=len(attempts))
 
     def answer(self, node: PlanNode, iteration: Iteration) -> object:
-        """Gives what the record of the run that is done again has for a firing; see `PickLog.answer`."""
+        """Return the recorded answer to a firing of a run that is done again; see `PickLog.answer`."""
         assert self.order is not None
         return self.order.answer(self._partition, node, iteration)
 
@@ -123,7 +123,7 @@ class Recorder:
         return context if log is None else in_log(context, log)
 
     def failed(self, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
-        """A firing raised."""
+        """Note that a firing raised."""
         if self.order is not None:
             self.order.failed(self._partition, node, iteration, error)
 
@@ -190,12 +190,12 @@ class Recorder:
 
     def new_spans(self) -> Spans:
         """Return a list for a device to record into; for a full trace, a list that only counts."""
-        return CountedSpans() if self._is_full else []
+        return CountedSpans() if self._is_full else []  # a trace says how many firings it has dropped
 
     def spans(
         self, spans: Spans, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Value
     ) -> None:
-        """The work of an asynchronous device for one firing (None: before any): the kernel, and copies.
+        """Note the work of an asynchronous device for one firing (None: before any): the kernel, and copies.
 
         Their times may not be known before the run has ended: see `finish`.
         """
@@ -234,6 +234,7 @@ class Recorder:
             # Some devices tell of every kernel that a region launches.
             is_region = node.region is not None
             run, tag, outputs = self._run_id, launched.tag, launched.outputs
+            # Only now: times of a card are read off events, which have to be done.
             spans = device.settle(launched.spans)
             room = max(0, capacity - len(firings))
             trace.dropped += max(0, len(spans) - room)
@@ -277,7 +278,7 @@ class Recorder:
         self._device.memory.end_laps(self)
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
-        """A value that has come from another device."""
+        """Record a value that has come from another device."""
         self._trace.transfers.append(
             Transfer(
                 run=self._run_id,
@@ -311,6 +312,7 @@ class Recorder:
         the firing's time.
         """
         now = memory_sample(self._device.memory, self._device.swapping)
+        # On an asynchronous device the peak since the last look belongs to no one firing: they overlap.
         if self._device.asynchronous is None:
             most, _ = self._device.memory.lap(self)
             if most > now[0]:
@@ -383,6 +385,7 @@ class _OrderedQueue(_TimedShuffledQueue):
         self._order = order
         self._partition = partition
 
+    # To the scheduler the queue is empty as long as the next firing of the record is not ready.
     def __bool__(self) -> bool:
         return self._order.may_take(self._partition, self)
 

@@ -32,7 +32,7 @@ def goes_to_a_thread(executor: PartitionRun, node: PlanNode, expected_ns: float)
         return False  # the next firing is taken when this one has changed what it changes
     if node.owner is not None and cast("CpuDevice", executor.device).lanes.holds(node.owner):
         return True  # other work on the state that the kernel changes is under way
-    # What nobody knows is found out on the loop where a thread might wait for itself.
+    # An unknown time is measured on the loop if a thread might wait for itself.
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
 
 

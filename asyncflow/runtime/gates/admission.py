@@ -1,7 +1,7 @@
 """`Admission` stands before the runs of a session with `max_runs`: a run that has to wait for its place waits here.
 
-Which run that is, and when its turn comes, says `RunQueue`. Runs asked for by a run of the same
-session are part of that one: they never wait here, where they might wait for themselves.
+`RunQueue` decides which run has to wait, and when its turn comes. Runs asked for by a run of the same session are part
+of that run: they never wait here, where they might wait for themselves.
 
 With ``max_runs="auto"`` runs wait for others of about their own length alone, so each length has a queue of its own: a
 run of 5 ms does not wait behind one of a minute. A plan that has never been run has a queue for itself. A place is for
@@ -51,6 +51,7 @@ _WAITING_S = 0.000_2
 """A run that has coroutines and computes for less than this only waits."""
 
 _LEAST_RETRY_S = 0.05
+"""Seconds after which a refused caller is told to ask again, where runs only wait and no time is known."""
 
 _SHORTEST_S = 0.004
 """Runs that take less are of one length; others are where they take up to four times as long."""
@@ -150,17 +151,17 @@ class SessionLoad(NamedTuple):
 
 
 class Admission:
-    """Lets runs start within the limits of a session.
+    """The places of a session's runs, and the wait for them.
 
     Args:
-        options: of the session.
-        accounts: of the memory of its devices.
-        threads: how many long kernels its devices compute at a time.
+        options: options of the session.
+        accounts: accounts of the memory of its devices.
+        threads: number of long kernels that its devices compute at a time.
 
     Attributes:
         is_auto: True with ``max_runs="auto"``.
-        queues: which runs are in flight, and which wait. With `is_auto` there is a queue per length, or per cost where
-            the length is unknown; else there is one queue.
+        queues: runs in flight and waiting runs. With `is_auto` there is a queue per length, or per cost where the
+            length is unknown; else there is one queue.
         refused: number of runs that were not started.
         late: number of these whose deadline passed before their turn.
         expected: runs that requests will ask for, in the order of the requests.
@@ -212,6 +213,7 @@ class Admission:
                 return None
             cost = plan.cost
             may_do_without = 2 * calls <= self.max_runs or (plan.awaits and cost.mean_s < _WAITING_S)
+            # One in 64 is measured, and a plan whose time is not known yet is.
             if number & 63 and cost.is_known and may_do_without:
                 return None
         if is_within(turn):
@@ -230,9 +232,8 @@ class Admission:
         if crowd.is_full(loop.time()):
             self.refused += 1
             raise OverloadedError(
-                f'the session is busy with {crowd.count} runs that wait for others (max_runs="auto"), and this one '
-                f"would take too long to end in time; it did not start; ask again in {_LEAST_RETRY_S:.2g} s, or ask "
-                "another",
+                f'overloaded: {crowd.count} runs wait for others (max_runs="auto"), and this run would take too long '
+                f"to end in time; it did not start; retry in {_LEAST_RETRY_S:.2g} s, or ask another server",
                 retry_after_s=_LEAST_RETRY_S,
                 runs=crowd.count,
             )
@@ -254,6 +255,7 @@ class Admission:
         length = (int(cost.mean_s / _SHORTEST_S).bit_length() + 1) // 2 if cost.mean_s else cost
         queue = self.queues.get(length)
         if queue is None:
+            # Plans that were compiled and soon dropped would each leave a queue: idle ones go as a new one comes.
             if length is cost:
                 for key in [key for key, each in self.queues.items() if key and each.is_idle and not each.has_waiting]:
                     del self.queues[key]
@@ -269,7 +271,7 @@ class Admission:
         Raises:
             OverloadedError: as far as can be told before the run is known, `apply` would raise it.
         """
-        while self.expected and (first := next(iter(self.expected))).until_s <= now_s:
+        while self.expected and (first := next(iter(self.expected))).until_s <= now_s:  # the oldest comes first
             first.release()
         queues = self.queues.values()
         used = [queue for queue in queues if not queue.is_idle or queue.offered_s > now_s - _LATELY_S]
@@ -320,14 +322,14 @@ class Admission:
         try:
             if not queue.offer(ticket, now_s):
                 ticket.turn = Waiter()
-                self._settle(queue, now_s)
+                self._settle(queue, now_s)  # runs that give way to this one are told
         except OverloadedError:
             self.refused += 1
             raise
         return ticket
 
     async def wait(self, ticket: AdmissionTicket) -> None:
-        """Waits until a run may start.
+        """Wait until a run may start.
 
         Raises:
             OverloadedError: it gave way to more important ones.
@@ -347,7 +349,7 @@ class Admission:
             raise too_late() from None
 
     def leave(self, ticket: AdmissionTicket, now_s: float, *, is_whole: bool = False) -> None:
-        """A run has ended, or will not start; `is_whole` says that it came to its end."""
+        """Note that a run has ended, or will not start; `is_whole` is True if it came to its end."""
         queue = ticket.queue
         ticket.admission = ticket.go_on = None
         if not queue.has_started(ticket):
@@ -358,7 +360,7 @@ class Admission:
                 taken_s = ticket.spent_s + (0.0 if ticket.is_aside else now_s - ticket.started_s)
                 if self._accounts:
                     ticket.cost.observe_bytes(self._needed(ticket))
-                # One that was stopped would have taken longer still.
+                # A stopped run would have taken longer still: its time counts only if that alone is news.
                 if not is_whole and taken_s <= ticket.cost.expected_s:
                     taken_s = None
             queue.end(ticket, taken_s)
@@ -370,6 +372,7 @@ class Admission:
     def step_aside(self, ticket: AdmissionTicket) -> None:
         """Give the place of a run to other runs, which it waits for."""
         now_s = asyncio.get_running_loop().time()
+        # Runs that wait for an atomic run may wait for this one: it may be the atomic run, or what that waits for.
         for each in (ticket, *self._held_up):
             if not each.is_aside:
                 each.queue.step_aside(each, now_s)
@@ -432,7 +435,7 @@ class Admission:
         return SessionLoad(running, queued, wait_s, any(each.is_full for each in queues))
 
     def close(self, reason: str) -> None:
-        """Ends all waiting."""
+        """End all waiting."""
         for ticket in [ticket for queue in self.queues.values() for ticket in queue.waiting()]:
             if ticket.turn is not None:
                 ticket.turn.refuse(SessionClosedError(reason))

@@ -121,7 +121,7 @@ class Cuts:
         for run in self._in_flight if within else ():
             if run.writes_several and run.part in within:
                 raise RuntimeError(
-                    "the state is to be saved inside a run that writes several variables, and nobody knows which of "
-                    "them it has written; save between runs, or put saver.maybe_save(step) into the graph, where it is "
-                    "in order with what the run writes"
+                    "the state cannot be saved inside a run that writes several variables: it may have written only "
+                    "some of them; save between runs, or put saver.maybe_save(step) into the graph, which orders it "
+                    "with the run's writes"
                 )

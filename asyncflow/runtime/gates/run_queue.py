@@ -440,7 +440,7 @@ class RunQueue(Generic[R]):
         """
         for other_run in self._giving_way(run, now_s):
             self.withdraw(other_run)
-            why = f"had to give way to one of priority {run.priority}, as many wait"
+            why = f"had to give way to a run of priority {run.priority}, as the queue is full"
             self._refused.append((other_run, self._overloaded(self.wait_s(other_run, now_s), why)))
 
     def _giving_way(self, run: R, now_s: float, coming: int = 0) -> list[R]:
@@ -471,7 +471,7 @@ class RunQueue(Generic[R]):
             limits = [] if self.max_queued is None else [f"max_queued={self.max_queued}"]
             if self.max_queued_bytes is not None:
                 limits.append(f"max_queued_bytes={self.max_queued_bytes}, of {self.queued_bytes} + {run.nbytes}")
-            why = f"would have to wait, as {self.queued} do ({'; '.join(limits)})"
+            why = f"found the queue full, as {self.queued} wait ({'; '.join(limits)})"
             raise self._overloaded(self.wait_s(run, now_s), why)
         return giving
 
@@ -486,7 +486,7 @@ class RunQueue(Generic[R]):
         if not aside or self.max_queued is None:
             return
         if len(self.in_flight) + self.queued + aside >= self.max_runs + self.max_queued:
-            why = f"would have to wait, as {self.queued} do and {aside} of its kind (max_queued={self.max_queued})"
+            why = f"found the queue full, as {self.queued} wait and {aside} of its kind (max_queued={self.max_queued})"
             raise self._overloaded(self.wait_s(run, now_s), why)
 
     def _overloaded(self, wait_s: float, why: str) -> OverloadedError:
@@ -494,9 +494,8 @@ class RunQueue(Generic[R]):
         runs = len(self.in_flight)
         most = f'max_runs="auto", here {self.max_runs}' if self.is_auto else f"max_runs={self.max_runs}"
         return OverloadedError(
-            f"the session is busy with {runs} run{'' if runs == 1 else 's'} ({most}), and this one {why}; it did not "
-            "start; "
-            f"ask again in {retry_after_s:.2g} s, or ask another",
+            f"overloaded: {runs} run{'' if runs == 1 else 's'} in flight ({most}), and this run {why}; it did not "
+            f"start; retry in {retry_after_s:.2g} s, or ask another server",
             retry_after_s=retry_after_s,
             runs=runs,
             queued=self.queued,

@@ -167,12 +167,13 @@ class Run:
             asked_s: when the run was asked for, in the event loop's time.
         """
         if timeout is not None:
-            if asked_s + timeout <= self.turn.loop.time():
+            if asked_s + timeout <= self.turn.loop.time():  # compiling or copying feeds may have taken that long
                 self._expire(timeout)
                 return
             self.part.deadline_s = asked_s + timeout
             self._timer = self.turn.loop.call_at(self.part.deadline_s, self._expire, timeout)
         self.is_in_caller = self.in_caller
+        # The first partition may be quiet before the second one has begun: only then is it known what is left.
         self._is_busy = len(self.executors) > 1
         try:
             for executor in self.executors:
@@ -215,7 +216,7 @@ class Run:
         """A value of `staying` is there."""
         self.stayed[index] = value
         if self.awaited is not None and not self.awaited.done():
-            self.awaited.set_result(None)  # who waits looks what for
+            self.awaited.set_result(None)  # the caller checks again whether all values are there
 
     async def wait_for_staying(self) -> bool:
         """Returns whether all values of `staying` are there, once they are, or the run has ended.
@@ -251,7 +252,7 @@ class Run:
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.stop("cancelled")
-            except GeneratorExit:  # the coroutine is thrown away: there is nobody to wait
+            except GeneratorExit:  # the coroutine is thrown away: no task is left to wait
                 if not self.turn.loop.is_closed():
                     self.stop("cancelled")
                 raise
@@ -309,7 +310,7 @@ class Run:
     def close(self) -> None:
         """End the run because its session closes."""
         if self.emitter is not None:
-            self.emitter.discard()
+            self.emitter.discard()  # the run may wait for a consumer that never takes another value
         self._fail(SessionClosedError("the session was closed while the run was in flight"))
 
     def on_failed(self) -> None:

@@ -45,7 +45,7 @@ _log = logging.getLogger("asyncflow.runtime")
 _FORMAT: Final = "asyncflow record 4"
 
 _WITHOUT_RESULTS: Final = "asyncflow record 3"
-"""Of earlier releases, which did not write down what user functions gave."""
+"""Format of earlier releases, which did not record the results of user functions."""
 
 _KINDS: Final = (
     dict.fromkeys(("graph", "why_no_graph", "status"), str)
@@ -53,7 +53,7 @@ _KINDS: Final = (
     | dict.fromkeys(("run", "random_seed"), int)
     | dict.fromkeys(("options", "lines", "placement"), dict)
 )
-"""Of fields that are read as they are written."""
+"""Types of the fields that are read as they are written."""
 
 _OF_ITS_PLACE: Final = (
     *("graph", "devices", "dump", "spill_directory", "plans", "restore"),
@@ -88,7 +88,7 @@ class Record:
         lines: of the user's code, by the names of the nodes that they built.
         fetches: names; a variable's begins with "@".
         feeds: values by the names of tensors.
-        variables: values before the run, or specs where there was none, by their names in the text.
+        variables: values before the run, or specs of variables without a value, by their names in the text.
         tables: the arrays of each table before the run.
         devices: names of the session's.
         options: of the session.
@@ -121,7 +121,7 @@ class Record:
     placement: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Writes the file."""
+        """Write the file."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "has_results"}
         for name in ("feeds", "variables"):
             found[name] = _each(_written, found[name])
@@ -182,16 +182,17 @@ async def recorded(
     """Do ``run(trace)``, and write its record, however it ends.
 
     Args:
-        call: what runs.
+        call: the call to run.
         values: the feeds.
-        path: of the record.
+        path: path of the record.
         run: does it.
-        about: the session.
+        about: facts about the session.
 
     Raises:
         OSError: the record cannot be written; before the run, if its folder is not there, or it is a folder itself.
         ValueError: another run is writing its record there; before the run.
     """
+    # Checked and noted without a wait in between, before the run: it may take hours, and have effects.
     file = _checked(path)
     _in_flight.add(file)
     try:
@@ -203,10 +204,12 @@ async def recorded(
 async def _recorded(
     call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
 ) -> Nest:
+    # A trace without room: runs take the log of picks from it, and record no firings.
     graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0, detail="node")
     trace.order = log
     resources = resources_by_label(graph)
     states = {label: about.lookup(it) for label, it in resources.items()}
+    # Tables are captured here, in one step of the event loop, and copied out on a thread: writes go on meanwhile.
     captures = {label: state.capture() for label, state in states.items() if isinstance(state, TableState)}
     before = await call_beside(_start_values, states)
     tables = await call_beside(_each, TableCapture.arrays, captures)
@@ -217,7 +220,7 @@ async def _recorded(
     except BaseException as error:
         status = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
-    finally:
+    finally:  # a run that failed is the one to be looked at
         await log.copied()
         text, why = _text_of(graph, resources.values())
         # What is fed as a number or a string has its tensor's dtype in the run.

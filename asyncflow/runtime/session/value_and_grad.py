@@ -84,7 +84,7 @@ def _differentiated(fn: Callable[..., Nest], argnums: int | Sequence[int], has_a
         for place in places:
             if not -len(args) <= place < len(args):
                 raise GraphError(
-                    f"value_and_grad of {name}: argument {place} is to be passed by position; there are {len(args)}"
+                    f"value_and_grad of {name}: pass argument {place} by position; got {len(args)} positional arguments"
                 )
             passed[place] = nest.map_leaves(partial(_source, name, place), passed[place])
         try:

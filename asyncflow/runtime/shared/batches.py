@@ -105,7 +105,7 @@ class BatchMember(ToldPlace):
         self.signature: Hashable = (shared, kind, self.home, *common_values(shared.has_rows, inputs))
         self.known = batches.known_of(shared)
         self.context = copy_context()
-        # Nobody asks without a limit.
+        # Only a limit asks for it.
         self.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
         self.offered_ns = batches.turn.clock()
         self.deadline_ns = inf
@@ -217,10 +217,10 @@ class Batches(TellingState):
         super().__init__()
         self.turn = turn
         self.bodies = bodies
-        # Who was computed together may ask again: runs go on in the pass after, and clients wake up behind that. If one
-        # who waited meanwhile did not wait for them, calls would be of one and of the others for ever.
+        # Members of one call may come back together: runs go on in the next pass, and clients wake up behind that. If a
+        # member that waited meanwhile did not wait for them, the two parties would have calls of their own for ever.
         self._back_by = 0
-        """The number of the pass by which they have."""
+        """The number of the pass by which they are back."""
         self._left = 0
         """Number of members of the last call, which may come back soon."""
         self._batcher: Batcher[BatchMember] = Batcher(seed)
@@ -241,10 +241,10 @@ class Batches(TellingState):
         self.is_stepping = False
         self._timer: asyncio.TimerHandle | None = None
 
-    # -- as those see it who wait --------------------------------------------------------------------------------
+    # -- for members ---------------------------------------------------------------------------------------------
 
     def join(self, member: BatchMember, costs: CallCosts) -> None:
-        """A member waits for a call that costs so much."""
+        """Let a member wait for a call with these learnt costs."""
         self.steps.turns.come(self, member.priority)
         self._batcher.offer(member.signature, costs, member.shared.batch, member, member.shared.label)
         self.turn.wake()
@@ -278,7 +278,7 @@ class Batches(TellingState):
         """Note that a member is not wanted any more: it leaves, or its result is dropped."""
         assert isinstance(place, BatchMember)
         if place.is_called:
-            return  # it has been told, and may never have been there
+            return  # it has its result, or failed before it joined
         call = self._batcher.withdraw(place.signature, place)
         run = None if call is None else self._runs_of.get(call)
         if run is not None:
@@ -303,7 +303,7 @@ class Batches(TellingState):
         return known
 
     def clear(self) -> None:
-        """Forgets the plans: the session has closed."""
+        """Forget the plans: the session has closed."""
         self._known.clear()
         self.pools.clear()
         self.vertex_pools.clear()
@@ -315,7 +315,7 @@ class Batches(TellingState):
             del self.pools.batches, self.vertex_pools.batches  # which lead back here
 
     def hurry(self) -> None:
-        """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""
+        """Let no member wait for `max_delay_s` any more: the session ends, and no more will come."""
         self._batcher.is_ending = True
         self.turn.wake()
         for work in (*self.pools, *self.vertex_pools):
@@ -348,6 +348,7 @@ class Batches(TellingState):
         now_ns = turn.clock()
         for call in self._batcher.overdue(now_ns):
             self._rid_others_of(call)
+        # A pass in which members of the last call may still come back is not idle, though nothing else can go on.
         if is_idle and turn.number < self._back_by and self._batcher.count() < self._left:
             turn.wake()
             is_idle = False
@@ -359,7 +360,7 @@ class Batches(TellingState):
             for each in (call, *call.beside):
                 most = max(most, len(each.members))
                 each.members[0].context.run(self._start, each)
-            if turn.now() >= end:
+            if turn.now() >= end:  # short calls are computed here: the event loop has its turn, and this goes on
                 turn.wake()
                 break
         self._set_timer(now_ns)
@@ -403,7 +404,7 @@ class Batches(TellingState):
             self._timer = self.turn.loop.call_later((ceil(wake_ns) - self.turn.clock()) / 1e9, self.turn.wake)
 
     def _start(self, call: BatchCall[BatchMember]) -> None:
-        """Computes a batch: here and now, if it is short, or else beside."""
+        """Compute a batch: here and now if it is short, or else in a task."""
         first = call.members[0]
         if call.failure is not None:
             self._failed(call, call.failure, divisible=False)
@@ -426,7 +427,7 @@ class Batches(TellingState):
         """Compute a batch once it has a plan, without members that have left meanwhile."""
         try:
             shared = call.members[0].shared
-            await self._plan(shared, len(call.members))
+            await self._plan(shared, len(call.members))  # takes a while: members may leave, and one alone needs another
             staying = [member for member in call.members if not member.is_gone]
             if not staying:
                 self._batcher.failed(call, divisible=False)
@@ -487,7 +488,7 @@ class Batches(TellingState):
         except BaseException as error:
             self._failed(call, error)
         else:
-            if run.is_stopped:  # as nobody wanted it any more
+            if run.is_stopped:  # all of its members have left
                 self._batcher.failed(call, divisible=False)
                 self.turn.wake()
             else:
@@ -522,6 +523,7 @@ class Batches(TellingState):
             self._failed(call, error)
             return
         now_ns = self.turn.clock()
+        # Before members are told, who may ask again at once: their lane is free by then.
         self._batcher.ended(call, now_ns - started_ns, now_ns)
         if self.steps.turns.is_contended:
             self._took(call, now_ns - started_ns, now_ns)
@@ -566,7 +568,7 @@ class Batches(TellingState):
         return found
 
     async def _check(self, members: Sequence[BatchMember], together: Sequence[Sequence[Array]]) -> None:
-        """Computes each member by itself, and logs where the result is another."""
+        """Compute each member by itself, and log where the result is another."""
         shared = members[0].shared
         plan = await self._plan(shared, 1)
         if members[0].home is not None:
@@ -603,7 +605,7 @@ class Batches(TellingState):
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:
                 self.tell(member, of_firing(error) if isinstance(error, Exception) else cause)
-            del error, cause  # who is woken raises it, and its traceback leads to this frame: that would be a cycle
+            del error, cause  # members raise it, and its traceback leads to this frame: that would be a cycle
         self.turn.wake()
 
 

@@ -1,8 +1,8 @@
 """The order in which ready nodes of one run were taken: recorded, and followed in another run.
 
-What a run computes depends on that order alone, if on any: state is read and written by the firing that is taken, on
-the event loop, before the next one is. The order in which coroutines and threads end shows in the firings taken after
-it. Values that other runs and the world hand to a firing, such as an element of a queue, are recorded as well: its
+The results of a run depend on no other order. State is read and written by the firing that is taken, on the event loop,
+before the next firing is taken. The order in which coroutines and threads end shows in the firings taken after it.
+Values that other runs and the world hand to a firing, such as an element of a queue, are recorded as well: its
 *answer*.
 """
 
@@ -106,7 +106,7 @@ class Pick(NamedTuple):
         partition: the number of the run's partition.
         node: its name.
         tag: the path of frames and iterations.
-        checksum: of its results; None without results on the host at once.
+        checksum: checksum of its results; None if they are not on the host when it ends.
     """
 
     partition: int
@@ -150,7 +150,7 @@ class PickLog:
     def taken(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
         """A node was taken."""
         if node.kind != Kind.KERNEL:
-            return
+            return  # primitives only route: their order shows in the kernels taken after them
         pick = Pick(partition, node.name, iteration.tag())
         self._places[pick] = len(self.picks)
         self.picks.append(pick)
@@ -171,6 +171,7 @@ class PickLog:
 
     def _bring(self, place: int, result: Value, device: Device) -> None:
         """Ask a card for copies of the answer; until they come, the answer is `ELSEWHERE`."""
+        # Asked for now, while the values are on the card: later firings may use up their memory.
         outputs: list[Placed] = [*result] if isinstance(result, tuple) else [result]
         placed = [index for index, value in enumerate(outputs) if isinstance(value, DeviceValue)]
         if not placed or device.asynchronous is None:
@@ -188,7 +189,7 @@ class PickLog:
             self._ended_copy()
 
         for index in placed:
-            self._copies += 1
+            self._copies += 1  # before the call, which may deliver at once
             try:
                 device.asynchronous.read_value(outputs[index], partial(take, index))
             except BaseException:
@@ -201,18 +202,19 @@ class PickLog:
             resolve(self._last_copy, None)
 
     async def copied(self) -> None:
-        """Waits until all copies from cards have ended."""
+        """Wait until all copies from cards have ended."""
         if self._copies:
             self._last_copy = asyncio.get_running_loop().create_future()
             await self._last_copy
 
     def failed(self, partition: int, node: PlanNode, iteration: Tagged, error: BaseException) -> None:
-        """A firing raised."""
+        """Note that a firing raised."""
         place = self._places.get(Pick(partition, node.name, iteration.tag()))
         if place in self._calls:
             self.answers[place] = self._calls[place]
         if place is None or not asks_others(node.source):
             return
+        # Any other error is raised again by computing it, from the same values.
         self.answers[place] = COMPUTED
         if isinstance(error, QueueClosedError):
             self.answers[place] = RecordedEnd(error.reason, error.queue, error.left)
@@ -220,14 +222,14 @@ class PickLog:
             self.answers[place] = RecordedEnd(error.reason)
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
-        """Gives the log of a firing's calls of user functions; None where they are just made."""
+        """Return the log of a firing's calls of user functions; None if they are called without a log."""
         if not calls_functions(node.source):
             return None
         log = self._calls[self._places[Pick(partition, node.name, iteration.tag())]] = CallLog()
         return log
 
     def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
-        """Gives the answer that a firing got: its result, `COMPUTED` or `UNANSWERED`.
+        """Return the answer that a firing got: its result, `COMPUTED` or `UNANSWERED`.
 
         Raises:
             EndOfInput, QueueClosedError: that was the answer.
@@ -279,6 +281,7 @@ class PickGuide(PickLog):
         """Return the position of the next pick, or of a primitive; None if there is neither."""
         self._ready[partition] = ready
         awaited = None if self.is_at_end else self._expected[len(self.picks)][:3]
+        # Primitives at once: the next kernel may only become ready by them.
         for position, (node, iteration) in enumerate(ready):
             if node.kind != Kind.KERNEL or (partition, node.name, iteration.tag()) == awaited:
                 return position
@@ -296,6 +299,7 @@ class PickGuide(PickLog):
         if self.is_at_end:
             if not self._is_whole and self._stop is not None:
                 self._stop()
+        # A partition with nothing to take does not look again by itself.
         elif (following := self._expected[len(self.picks)].partition) != partition and following in self._wakes:
             self._wakes[following]()
 
@@ -332,7 +336,7 @@ class PickGuide(PickLog):
         return found
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
-        """Gives what a firing's calls of user functions gave."""
+        """Return the recorded results of a firing's calls of user functions."""
         if self._live or not calls_functions(node.source):
             return None
         found = self._given[self._places[Pick(partition, node.name, iteration.tag())]]
@@ -340,7 +344,7 @@ class PickGuide(PickLog):
         return CallReplay(found.outcomes)
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
-        """A partition takes part."""
+        """Let a partition take part."""
         self._wakes[partition] = wake
         self._stop = stop
 

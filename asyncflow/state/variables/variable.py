@@ -170,7 +170,7 @@ class Variable(Resource, Operators):
 
     def _refuse_in_place(self, other: object) -> NoReturn:
         raise GraphError(
-            f"v += x and its like would make v a tensor and leave variable {self.name!r} as it is; write "
+            f"v += x and similar operators would make v a tensor and leave variable {self.name!r} as it is; write "
             f"v.assign_add(x), v.assign_sub(x), or v.update(lambda old: old * x)"
         )
 

@@ -82,7 +82,7 @@ class Edges:
         """
         if arity is not None and self.counts.max(initial=0) > arity:
             vertex = int(self.counts.argmax())
-            raise self.error(vertex, f"has {self.counts[vertex]} children; {arity} are the most that there may be")
+            raise self.error(vertex, f"has {self.counts[vertex]} children; at most {arity} are allowed")
         if self.types is None:
             return
         last = _LAST_TYPE if n_types is None else n_types - 1

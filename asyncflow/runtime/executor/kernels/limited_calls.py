@@ -235,7 +235,7 @@ class LimitedFunction(LinedState):
         """
         if self._has_turn and (coming := part.coming_back()) is not None:
             await coming  # it may have stepped aside before it is tried again
-        if self._has_turn:
+        if self._has_turn:  # asked again: a call may have come while the run waited for its place
             self._begin()
             return
         with waiting(self, within if part.deadline_s == inf else ()):
@@ -486,10 +486,10 @@ class _SessionTurn(Protocol):
 
 
 def _chain(errors: Iterable[Exception]) -> None:
-    """Have the traceback of each error go on with that of the attempt before."""
+    """Let the traceback of each error go on with the traceback of the attempt before."""
     for earlier, later in pairwise({id(error): error for error in errors}.values()):
         inner: BaseException = later
-        seen = {id(earlier)}
+        seen = {id(earlier)}  # a function may raise one error twice, or chain an earlier one by itself: no circle
         while id(inner) not in seen:
             seen.add(id(inner))
             further = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)

@@ -169,7 +169,7 @@ class SlicedRegion:
             self.hold_ns = max(self.hold_ns, taken)
         self.is_watched = (self.is_suspect and not self.is_proved) or begins_loop
         if self.place is not None:
-            self.budget = spent  # at most: nobody knows
+            self.budget = spent  # no more: it has not been measured
             return now
         # What iterations took so far says nothing about those of another loop.
         most = min(spent * _GROWTH, _MOST_STEPS)
