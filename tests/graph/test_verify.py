@@ -262,7 +262,7 @@ BRANCH_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
     (
         "no inputs",
         lambda g, t, f: (g.node("pick").inputs.clear(), t.captures.clear(), f.captures.clear()),
-        "it has none",
+        "it has no inputs",
     ),
     (
         "predicate",

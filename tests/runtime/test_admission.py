@@ -142,7 +142,7 @@ async def test_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Progr
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
             async with in_flight(program.run(session, 2), lambda: session.statistics().queued) as second:
                 asked = program.run(session, 3)
-                with pytest.raises(af.OverloadedError, match=r"busy with 1 run \(max_runs=1\)") as caught:
+                with pytest.raises(af.OverloadedError, match=r"overloaded: 1 run in flight \(max_runs=1\)") as caught:
                     asked.send(None)
                 assert "this run found the queue full, as 1 wait (max_queued=1); it did not start" in str(caught.value)
                 assert (caught.value.runs, caught.value.queued) == (1, 1)
@@ -475,7 +475,7 @@ async def test_feeds_of_waiting_runs_are_limited(program: Program) -> None:
             await until(lambda: session.statistics().queued)
             assert session.statistics().queued_bytes == 808
             for value in (np.ones(100, np.float32), [1.0] * 100, tuple([1.0] * 100)):
-                with pytest.raises(af.OverloadedError, match=r"as 1 do \(max_queued_bytes=1000, of 808 \+ [48]08\)"):
+                with pytest.raises(af.OverloadedError, match=r"as 1 wait \(max_queued_bytes=1000, of 808 \+ [48]08\)"):
                     await ask(session, 0, value)
             third = asyncio.create_task(ask(session, 10))
             await until(lambda: session.statistics().queued == 2)
