@@ -242,7 +242,7 @@ async def test_max_queued_counts_runs_of_one_kind_that_are_aside(open_session: O
         await session.run(put, {x: 0})
         assert await session.run(doubled) == 0
         takers = await aside(session, doubled, doubled, doubled)
-        with pytest.raises(af.OverloadedError, match=r"as 0 do and 3 of its kind \(max_queued=1\)"):
+        with pytest.raises(af.OverloadedError, match=r"as 0 wait and 3 of its kind \(max_queued=1\)"):
             await session.run(doubled)
         for k in range(3):
             await session.run(put, {x: k})

@@ -367,7 +367,7 @@ async def test_stack_of_nothing(graph: af.Graph, run: Run) -> None:
     unstacked = af.TensorArray("float32", 0).unstack(np.empty((0, 5, 10), np.float32))
     assert (await run(unstacked.stack())).shape == (0, 5, 10)
     error = str(await cause(run, af.TensorArray("float32").stack()))
-    assert "a stack of no elements needs the shape" in error and "or, of map_fn and scan, have fn give values" in error
+    assert "a stack of no elements needs the shape" in error and "or let fn of map_fn or scan return values" in error
 
 
 async def test_close(graph: af.Graph, run: Run) -> None:

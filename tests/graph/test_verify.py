@@ -222,7 +222,7 @@ LOOP_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
     ),
     ("capture", lambda g, c, b: b.captures.update({g.tensor("start"): b.inputs[2]}), "captures start:0 as"),
     ("no predicate", lambda g, c, b: c.results.clear(), "'loop/cond' gives 0 results; a loop's predicate gives one"),
-    ("predicate dtype", lambda g, c, b: c.results.__setitem__(0, c.inputs[0]), r"to be a bool scalar, bool\[\]"),
+    ("predicate dtype", lambda g, c, b: c.results.__setitem__(0, c.inputs[0]), r"must be a bool scalar, bool\[\]"),
     (
         "results",
         lambda g, c, b: b.results.clear(),

@@ -158,7 +158,7 @@ async def test_an_error_names_the_chooser_of_the_limit(graph: af.Graph) -> None:
         plan, admission = session.plan(x * 2.0, [x]), Admission(SessionOptions(max_queued=0))
         held = occupied(admission, plan, 1.0, admission.max_runs)
         assert admission.load(0.0).is_full
-        said = rf'busy with {len(held)} runs \(max_runs="auto", here {len(held)}\)'
+        said = rf'overloaded: {len(held)} runs in flight \(max_runs="auto", here {len(held)}\)'
         with pytest.raises(af.OverloadedError, match=said):
             admission.apply(plan, inf, 0.0)
     with pytest.raises(ValueError, match="max_runs is 'auto', an integer, or None for no limit; got 'all'"):

@@ -498,7 +498,7 @@ def test_bytes_make_way_too() -> None:
     queue.offer(Caller(None, 0, nbytes=60), 0)
     assert len(list(queue.decide(0))) == 2
     assert queue.queued_bytes == 90
-    with pytest.raises(af.OverloadedError, match=r"as 2 do \(max_queued_bytes=100, of 90 \+ 80\)"):
+    with pytest.raises(af.OverloadedError, match=r"as 2 wait \(max_queued_bytes=100, of 90 \+ 80\)"):
         queue.offer(Caller(None, 0, nbytes=80), 0)
     assert queue.queued_bytes == 90
 
