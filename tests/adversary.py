@@ -1,10 +1,10 @@
 """An adversarial machine: it pauses, stops and slows down the tests, at moments that a seed draws.
 
 `pytest --adversary=SEED` runs the tests of concurrent code on it, `make test-adversary SEEDS=20` does so for 20 seeds.
-For each test the seed draws how often, 30 % at most, each of these happens:
+For each test the seed draws the frequency of each disturbance, 30 % at most:
 
 ==================== =========================== ======================================================================
-disturbance          when                        what it stands for
+disturbance          when                        models
 ==================== =========================== ======================================================================
 pause, 0.05 to 20 ms the library reads a clock   the collector, another process, a page that is swapped in
 leap, 0.05 to 20 ms  the library reads a clock   the same, without the waiting; the clock goes on by so much
@@ -14,11 +14,11 @@ delay, 0.05 to 3 ms  a thread calls the loop     the same
 stop, 5 to 200 ms    at any moment               a laptop that goes to sleep: another process sends SIGSTOP
 ==================== =========================== ======================================================================
 
-It also draws how fast the machine is, 0.1 to 20 times (the clock runs 10 to 0.05 times as fast), and how often threads
+It also draws the speed of the machine, 0.1 to 20 times (the clock runs 10 to 0.05 times as fast), and how often threads
 hand over the GIL, every 0.01 to 20 ms.
 
-What a test computes must not change. Which calls share a batch may, so a test that asserts it holds its clock with the
-fixture `work`: its clock neither leaps nor runs faster, but all else happens to it. Tests that are marked `real_time`
+The results of a test must not change. The calls that share a batch may, so a test that asserts them holds its clock
+with the fixture `work`. That clock neither leaps nor runs faster, but all else happens. Tests marked `real_time`
 read the machine's clock, with pauses. In all, a test is held up for `MOST_S` seconds at most; leaps go on.
 """
 
@@ -66,13 +66,13 @@ MOST_LEAPS_S = 20.0
 """The most that its clock leaps in all: less than any test is patient."""
 
 GUARD_S = 30.0
-"""Timers of so many seconds are for tests that hang, and go by the machine's clock."""
+"""Timers of at least this many seconds are for tests that hang, and go by the machine's clock."""
 
 KINDS = ("pause", "leap", "callback", "start", "hand-over")
 
 
 class Disturbances:
-    """What happens to one test."""
+    """The disturbances of one test."""
 
     def __init__(self, seed: str) -> None:
         self._random = Random(seed)
@@ -195,8 +195,8 @@ class Adversary:
     """The plugin.
 
     Args:
-        seed: any word; it draws all that happens.
-        share: one of so many functions of tests has its turn, another with another seed.
+        seed: any word; it draws all disturbances.
+        share: one of `share` test functions has its turn, another with another seed.
     """
 
     def __init__(self, seed: str, share: int) -> None:
@@ -232,7 +232,7 @@ class Adversary:
         sys.setswitchinterval(self._switch_s)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out tests that have no concurrency, and those that have not their turn."""
+        """Leave out tests without concurrency, and tests whose turn has not come."""
         chosen = [item for item in items if _is_concurrent(item) and self._has_turn(item)]
         config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
         items[:] = chosen

@@ -1,17 +1,17 @@
-"""Where tests run: the cells of the conformance matrix, and which of them a run of the suite generates.
+"""Cells of the conformance matrix, in which tests run, and the choice of cells for a run of the suite.
 
 The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
-every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
-cell caught, when faults were put into the code on purpose (`make mutants`). These five run always; the others run with
-``--full``, or by turns with ``--turn=WORD``: then every tenth test runs in one more cell, with nodes placed as the word
+every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells, five caught every fault that any
+cell caught, when faults were put into the code on purpose (`make mutants`). These five run always. The others run with
+``--full``, or by turns with ``--turn=WORD``. Then every tenth test runs in one more cell, with nodes placed as the word
 draws, and a tenth of the slow tests runs. One of the others leaves out a pass of the compiler, another for each test;
 ``--without=PASS`` leaves it out of all tests.
 
 A test with three sets of parameters or more runs in all five cells as well, but each set in two of them, which change
-by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``. Outside these rooms, of a
-product of parameters half of the sets run, by turns, as on a chessboard: each value of each parameter does.
+by turns. A fault that one set finds in one cell alone is found in a later turn, or with ``--full``. Outside these
+rooms, half of the sets of a product of parameters run, by turns, as on a chessboard: each value of each parameter runs.
 
-Of a function that takes much processor time in all, as ``costly.txt`` says, a part of what is left runs, by turns.
+``costly.txt`` lists functions that take much processor time in all: a part of their remaining sets runs, by turns.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ DISTRIBUTED_ROOMS = ("conformance", "control", "state", "vertex")
 """Folders whose tests also run on three devices, and on virtual time."""
 
 ON_CARDS = "gpu"
-"""The folder whose tests are those of a card, where nothing is left out."""
+"""Folder of the tests of a card, where nothing is left out."""
 
 DRAWS = 10_000
-"""So many random placements have their turn."""
+"""Number of random placements that have their turn."""
 
 PARTS = 10
-"""Of so many parts of the slow tests, and of what one more cell adds, one has its turn."""
+"""Number of parts of the slow tests, and of the tests of one more cell; one part has its turn."""
 
 FEW = 5
-"""Of so many sets of parameters all run."""
+"""Number of sets of parameters up to which all run."""
 
 COSTLY_LIST = Path(__file__).parent / "costly.txt"
 """Each line names a function of tests, and says of how many parts of it one runs; see `tests.processor_time`.
@@ -87,15 +87,15 @@ LOOPS: Mapping[str, LoopFactory] = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where a test's sessions run: a cell of the matrix.
+    """A cell of the matrix, in which a test's sessions run.
 
     Attributes:
         name: for people.
         loop: the event loop, one of `LOOPS`.
-        regions: whether sessions compile regions.
-        draw: which of the random placements on three devices; None for one device.
-        cuda: whether devices are CUDA's, with a stand-in for CuPy; otherwise they are CPUs, or simulated cards.
-        graphs: whether regions are captured as CUDA graphs, at once, and loops run on the card where they can.
+        regions: True if sessions compile regions.
+        draw: number of the random placement on three devices; None for one device.
+        cuda: True if devices are CUDA's, with a stand-in for CuPy; otherwise they are CPUs, or simulated cards.
+        graphs: True if regions are captured as CUDA graphs at once, and loops run on the card if possible.
         streams: for kernels, on each device.
         without: a pass of the compiler that is left out.
         devices: their names; none: one or three of a kind.
@@ -128,7 +128,7 @@ ALWAYS = (
 """Each caught faults that no other one did. On the stand-in for CuPy, what nothing orders goes wrong."""
 
 ON_STAND_IN = ALWAYS[-2:]
-"""Those on the stand-in for CuPy, of which each set of parameters runs in one, by turns."""
+"""Cells on the stand-in for CuPy; each set of parameters runs in one of them, by turns."""
 
 OTHERS = (
     *(replace(REGIONS, loop=loop) for loop in ("asyncio", "virtual")),
@@ -156,7 +156,7 @@ WITHOUT = tuple(
 
 
 class Selection:
-    """What a run of the suite generates: what always runs, with ``--full`` everything, with ``--turn`` a part of it."""
+    """Tests of a run of the suite: always a fixed part, with ``--full`` everything, with ``--turn`` one part more."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.full: bool = config.getoption("full")

@@ -1,4 +1,4 @@
-"""The clocks of the library in the hands of a test: what a session does, and where, does not depend on the machine.
+"""Clocks of the library in the hands of a test: actions of a session, and their places, do not depend on the machine.
 
 Every test has a clock of its own, on which computing takes no time. `pytest_runtest_setup` in `tests.conftest` sets it.
 
@@ -7,7 +7,7 @@ the test                 its clock
 ======================== ===============================================================================================
 most tests               a `WorkClock`: each look at it takes 10 µs
 has the fixture `work`   a `WorkClock` that the test moves with `work`: each look takes a nanosecond. Only such a test
-                         may assert which calls share a batch, where a firing runs, or what order unordered work has
+                         may assert which calls share a batch, where a firing runs, or the order of unordered work
 is marked `real_time`    the machine's clock
 ======================== ===============================================================================================
 
@@ -60,10 +60,10 @@ REAL: Readings = {**{name: getattr(time, name) for name in _IN_NS}, "slice_ns": 
 
 
 class WorkClock:
-    """A clock that moves where a test says that work is done, when a timer of an event loop fires, and a bit per look.
+    """A clock that moves when a test declares work, when a timer of an event loop fires, and a bit per look.
 
-    On a real clock a pause counts as work, be it of the garbage collector or of the whole machine, and the work that it
-    happens to interrupt goes to a thread.
+    On a real clock a pause of the garbage collector or of the whole machine counts as work. The work that it
+    interrupts then goes to a thread.
 
     Args:
         is_held: the test moves it, and a look takes a nanosecond, or none of a thread's own time.

@@ -58,10 +58,10 @@ MACHINE = "3 x v100, nvlink2"
 """The simulated machine of tests on virtual time."""
 
 CARD_BYTES, PINNED_BYTES = 64 << 20, 1 << 20
-"""The memory of the stand-in's cards, and what is pinned for copies."""
+"""Memory of the stand-in's cards, and bytes pinned for copies."""
 
 JITTER = 0.3
-"""How much its kernels and copies vary, so that work that nothing orders comes in any order."""
+"""Variation of the times of its kernels and copies, so that unordered work comes in any order."""
 
 # What a test does, and whether it passes, depends neither on chance nor on how fast the machine is.
 settings.register_profile(
@@ -132,7 +132,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
 
 
 def pytest_collectstart() -> None:
-    """What is collected stays, so until then there is nothing for the collector to find."""
+    """Switch the collector off: collected items stay, so until the end it would find nothing."""
     gc.disable()
 
 
@@ -170,7 +170,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays, so the collector need not go through it again and again."""
+    """Freeze the objects that exist before the first test, so that the collector need not visit them again and
+    again.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -205,7 +207,7 @@ def arrangement(request: pytest.FixtureRequest) -> Arrangement:
 
 @pytest.fixture
 def regions(arrangement: Arrangement) -> bool:
-    """Whether sessions compile regions."""
+    """True if sessions compile regions."""
     return arrangement.regions
 
 
@@ -229,12 +231,12 @@ def small_cards(seed: int) -> AbstractContextManager[FakeCupy]:
 
 
 def has_real_cards() -> bool:
-    """Return True if tests of cards run on those of the machine."""
+    """Return True if tests of cards run on the machine's cards."""
     return os.environ.get("ASYNCFLOW_REQUIRE_GPU", "") not in ("", "0")
 
 
 def any_cards(seed: int) -> AbstractContextManager[object]:
-    """`small_cards`; with ``ASYNCFLOW_REQUIRE_GPU=1`` those of the machine, whose order is what it is."""
+    """Use `small_cards`; with ``ASYNCFLOW_REQUIRE_GPU=1`` the machine's cards, with their own order."""
     if not has_real_cards():
         return small_cards(seed)
     backend = cuda_backend()
@@ -245,7 +247,7 @@ def any_cards(seed: int) -> AbstractContextManager[object]:
 
 @pytest.fixture
 def cards(arrangement: Arrangement, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether the arrangement has CUDA devices; sessions find cards for them."""
+    """True if the arrangement has CUDA devices; sessions find cards for them."""
     with any_cards(_seed(request)) if arrangement.cuda else nullcontext():
         if arrangement.graphs:
             monkeypatch.setattr(captures, "WARM_UPS", 0)  # most tests run a region once
@@ -318,10 +320,10 @@ def assert_baseline(session: af.Session) -> None:
 
 
 def held_buffers(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
-    """What the devices hold for runs.
+    """Return the buffers that devices hold for runs.
 
-    Not counted are constants and CUDA graphs, there as long as the plan is, and what a simulated device keeps for an
-    array that lives elsewhere: a graph's constants, when a TensorArray hands them out, and variables.
+    Constants and CUDA graphs are not counted: they live as long as the plan. Nor are copies that a simulated device keeps of
+    an array on another device: a graph's constants, when a TensorArray hands them out, and variables.
     """
     held: dict[str, Counter[LiveBuffer]] = {}
     for device in session.devices:
@@ -343,12 +345,12 @@ def assert_freed(session: af.Session) -> None:
 
 
 def held_on_cards(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
-    """What devices with a memory of their own hold for runs."""
+    """Return the buffers that devices with a memory of their own hold for runs."""
     return {name: held for name, held in held_buffers(session).items() if not name.startswith("cpu:")}
 
 
 class AuditedRun(Run):
-    """A run that, when it has ended, notes what is left of it."""
+    """A run that, when it has ended, notes its remains."""
 
     leftovers: ClassVar[list[str]] = []
 
@@ -378,7 +380,7 @@ NOTHING_LEFT = Statistics(ready=0, running=0, frames=0, iterations=0, parked=0)
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_stays_is_collected_once() -> None:
-    """Pytest keeps what it knows of tests that ran: each collection would go through that of all before."""
+    """Collect once, and freeze: pytest keeps records of finished tests, and each collection would visit all of them."""
     gc.collect()
     gc.freeze()
 
@@ -406,7 +408,7 @@ def _saved_values_move_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.fixture(autouse=True)
 def _closed_stand_ins_are_forgotten() -> Iterator[None]:
-    """What a process keeps for its one CuPy it would keep for the stand-in of every test, and collect through it."""
+    """Forget closed stand-ins: a process keeps data of its one CuPy, and would keep them for every test's stand-in."""
     yield
     for registry in (cuda_stream._cards, cuda_copies._cards):
         for key in list(registry):

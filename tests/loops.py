@@ -1,7 +1,7 @@
 """Event loops on the clock of a test: their time moves when a timer fires, and no pause of the machine fires one early.
 
-A timer fires after the loop has spent its delay in slices. A slice lasts a sixteenth of what is left, or a millisecond,
-and counts as no more than that, however long it took: if the whole process was stopped meanwhile, work that was under
+A timer fires after the loop has spent its delay in slices. A slice lasts a sixteenth of the rest, or a millisecond,
+and counts as no more than that, however long it took. If the whole process was stopped meanwhile, work that was under
 way on threads goes on first, as it would have without the stop.
 """
 

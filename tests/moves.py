@@ -1,4 +1,4 @@
-"""What must hold of every value that ever moves between a device and the host, whatever a test does."""
+"""Invariants of every value that ever moves between a device and the host, in any test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class AuditedMoves(SavedMoves):
-    """Moves that note what they may not do; `broken` says afterwards what else has not come out right."""
+    """Moves that note violations; `broken` lists further ones afterwards."""
 
     made: ClassVar[list[AuditedMoves]] = []
     found: ClassVar[list[str]] = []
@@ -32,7 +32,7 @@ class AuditedMoves(SavedMoves):
         return goes
 
     def broken(self) -> list[str]:
-        """Bytes that went out and are nowhere, and those that are still counted."""
+        """Return lines about bytes that went out and are lost, and about bytes that are still counted."""
         now = self.statistics()
         self.has_gone.clear()
         found = []
@@ -45,7 +45,7 @@ class AuditedMoves(SavedMoves):
 
 
 def left_over() -> list[str]:
-    """What was not right, of all that were made since this was asked last."""
+    """Return the violations of all moves since the last call."""
     found = [*AuditedMoves.found, *(line for moves in AuditedMoves.made for line in moves.broken())]
     AuditedMoves.made.clear()
     AuditedMoves.found.clear()

@@ -1,9 +1,9 @@
-"""Faults of one line, put into the code on purpose, and which of the cells that always run find them: `make mutants`.
+"""Faults of one line, put into the code on purpose, and the cells of each run that find them: `make mutants`.
 
-For each fault the tree is copied to a temporary folder, the line is changed there, and in each cell the conformance
-tests that look for such a thing run until one fails. Tests of one module know no cells and run once. The table in
-``docs/design/tests.md`` is then written anew; with words as arguments, only faults with one of these in their names are
-tried, and nothing is written. Before all faults the same tests run on the code as it is, where they have to pass.
+For each fault the tree is copied to a temporary folder, and the line is changed there. In each cell the conformance
+tests for such faults run until one fails. Tests of one module know no cells and run once. The table in
+``docs/design/tests.md`` is then written anew. With words as arguments, only faults with one of these in their names are
+tried, and nothing is written. Before all faults the same tests run on the unchanged code, where they have to pass.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ COPIED = ("asyncflow", "tests", "pyproject.toml")
 HANGS_S = 60
 """A test that takes so long has found the fault."""
 ALL_PASSED, SOME_FAILED = 0, 1
-"""How pytest ends; where it ends in any other way, the tests have not run."""
+"""Exit codes of pytest; with any other code, the tests have not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A line of the package, what it becomes, and the tests that look for that.
+    """A line of the package, its replacement, and the tests that should find it.
 
     Attributes:
         name: for people, and for the command line.
         module: its path in the package.
         old: a part of a line that is nowhere else in the module.
-        new: what stands there instead.
+        new: its replacement.
         tests: a file in ``tests/conformance``, without ``test_`` and ``.py``; or its path in ``tests``, such as
             ``state/test_queue``.
-        chosen: of its tests those with this in their names.
+        chosen: selects its tests with this in their names.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The tasks beside a test's own, and what is held once they and the threads have done their work."""
+"""The tasks beside a test's own, and the bytes held once they and the threads have done their work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ MOST_TURNS = 1_000
 
 
 async def others_end() -> None:
-    """What the session does beside ends."""
+    """Wait until all other tasks of the session have ended."""
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
 async def held_bytes(session: af.Session) -> int:
-    """What the CPU device holds once its stream's threads have let go of their last jobs, or had many turns to."""
+    """Return the bytes that the CPU device holds once its threads have released their last jobs, or had many turns
+    to.
+    """
     compute = session.devices[0].compute
     held = 1
     for _ in range(MOST_TURNS):

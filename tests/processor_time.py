@@ -1,11 +1,11 @@
-"""How much processor time a test takes, its threads and the processes that it started included.
+"""Processor time of a test, with its threads and the processes that it started.
 
 Time of the processor, not of the clock. A test that takes more than `LIMIT_S` is marked ``slow``, or made smaller;
-those that are neither are listed at the end. Under CI one that took far more runs again, twice at most, and fails if it
-did so all three times, in seconds of a quiet machine: how long a piece of work takes says how much slower this one is.
+other such tests are listed at the end. Under CI a test that took far more runs again, twice at most. It fails if it
+did so all three times, in seconds of a quiet machine. The time of a piece of work says how much slower this machine is.
 So no test fails for being the first to import something, nor because the machine is busy.
 
-``ASYNCFLOW_PROCESSOR_TIMES=times.json make test`` writes what every test took, and from that
+``ASYNCFLOW_PROCESSOR_TIMES=times.json make test`` writes the time of every test, and from that
 ``python -m tests.processor_time times.json`` makes the list ``costly.txt`` anew, by which `tests.cells` chooses.
 Compare the lines that the parts of a new function reach (coverage with a context for each test) before it is divided.
 """
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 LIMIT_S = 0.5
 FAR_BEYOND = 3.0
-"""Beyond so many times the limit it fails: beside many other processes the same work has taken twice the processor."""
+"""Multiple of the limit beyond which a test fails: beside many other processes the same work has taken twice the
+time.
+"""
 ATTEMPTS = 3
 LISTED = 30
 
@@ -42,7 +44,7 @@ SHARE_S = 0.05
 MOST_PARTS = 5
 
 WORK_S = 0.007
-"""How long `_work` takes on a quiet machine like those of CI."""
+"""Time of `_work` on a quiet machine like CI's."""
 
 RESULT = "ASYNCFLOW_PROCESSOR_TIMES"
 PROPERTY = "processor_s"
@@ -100,7 +102,7 @@ class ProcessorTime:
 
 
 def _again_s(item: pytest.Item, nextitem: pytest.Item | None) -> float:
-    """What a test takes when it runs once more; nobody hears how it ends."""
+    """Run a test once more and return its time; its outcome does not count."""
     cast("pytest.Function", item)._initrequest()  # as at first, without values of fixtures
     slowness = _slowness()
     started_s = _processor_s()
@@ -109,7 +111,9 @@ def _again_s(item: pytest.Item, nextitem: pytest.Item | None) -> float:
 
 
 def _slowness() -> float:
-    """How many times as long as on a quiet machine work takes now: by the clock, so that who waits counts as well."""
+    """Return how many times as long as on a quiet machine work takes now: by the clock, so that waiting counts as
+    well.
+    """
     started_s = perf_counter()
     _work()
     return (perf_counter() - started_s) / WORK_S
@@ -122,7 +126,7 @@ def _work() -> None:
 
 
 def _processor_s() -> float:
-    """Of this process and of those it started and has waited for."""
+    """Return the processor time of this process and of the processes that it has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return process_time() + children.ru_utime + children.ru_stime
 

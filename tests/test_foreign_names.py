@@ -1,4 +1,4 @@
-"""Names that other libraries have are refused with a hint, and `dir()` shows what is public."""
+"""Names of other libraries are refused with a hint, and `dir()` shows the public names."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ async def test_jacobians_of_pieces_that_run_again(name: str) -> None:
 
 
 async def test_hessians_of_branches_in_loops_that_rows_leave_for_themselves() -> None:
-    """What reaches parts of a value is added up in branches, where only its rank is known."""
+    """Gradients of parts of a value are added up in branches, where only the rank of the value is known."""
 
     def step(row: Any, w: Any) -> Any:
         def body(i: Any, v: Any) -> Any:

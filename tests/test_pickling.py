@@ -33,11 +33,11 @@ SPECIAL: dict[type[AsyncflowError], Callable[[], AsyncflowError]] = {
     KernelError: lambda: KernelError("it broke", **WHERE),
     OutOfMemoryError: lambda: OutOfMemoryError("too much", requested=3, used=2, limit=1, **WHERE),
 }
-"""How to make errors that take more than a message."""
+"""Constructors of errors that take more than a message."""
 
 
 class Foreign(Exception):
-    """What another process does not know how to make."""
+    """An object that another process cannot make."""
 
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")

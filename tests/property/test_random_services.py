@@ -151,7 +151,7 @@ class Service:
 
 
 class Clients:
-    """Clients of a session, who draw their actions; they count how often `Service.add` ran, and how often it may have
+    """Clients of a session; they draw their actions, and count how often `Service.add` ran and how often it may have
     run.
     """
 

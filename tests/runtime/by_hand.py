@@ -30,7 +30,9 @@ def step(name: str) -> Callable[..., Any]:
 
 
 def partition_of(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Partition:
-    """What a session would run for these fetches and feeds, with every node on its own rather than in regions."""
+    """Return the partition that a session would run for these fetches and feeds, with single nodes instead of
+    regions.
+    """
     return af.Session(debug=True, regions=False).plan(fetches, list(feeds)).partitions[0]
 
 

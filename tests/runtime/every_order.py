@@ -36,7 +36,7 @@ NOTHING_MEETS = (0, 0, 0)
 
 @dataclass(slots=True)
 class Outcomes:
-    """What all orders came to."""
+    """The results of all orders."""
 
     results: set[tuple[Any, ...]] = field(default_factory=set)
     """The fetched values, which are scalars; one element if the order makes no difference."""
@@ -208,11 +208,11 @@ def _iteration_state(it: Iteration) -> tuple[Any, ...]:
 def explore(
     fetches: Any, feeds: Mapping[af.Tensor, Any], *, devices: int = 1, placement_seed: int | None = None
 ) -> Outcomes:
-    """Runs the fetches in every order; checks in every state that the counts are right, and that nothing is left.
+    """Run the fetches in every order; check in every state that the counts are right, and that nothing is left.
 
     Args:
-        fetches: what to run.
-        feeds: what is fed.
+        fetches: of the run.
+        feeds: of the run.
         devices: how many CPU devices its nodes are on.
         placement_seed: puts nodes there at random; None where they finish first.
     """

@@ -1,4 +1,4 @@
-"""Conformance 97, Fault F43-F45: what is admitted ends in time, what is not is refused at once, and costs nothing."""
+"""Conformance 97, Fault F43-F45: admitted runs end in time, others are refused at once, and refusing costs nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MATRIX.flags.writeable = False
 
 
 class Program:
-    """A run that waits until it is let go, and one that needs no scheduler."""
+    """A run that waits until it is released, and a run that needs no scheduler."""
 
     def __init__(self) -> None:
         self.gate = CoroutineGate()
@@ -52,7 +52,9 @@ async def until(condition: Any) -> None:
 
 
 def test_overload() -> None:
-    """Behaviour 97: F44: five times as many runs as a card can do, each of use only within six times what it takes."""
+    """Behaviour 97: F44: five times as many runs as a card can compute, each of use only within six times its own
+    time.
+    """
     with af.Graph() as graph:
         x = af.placeholder("float32", (1024, 1024))
         y = af.sum(x @ x @ x)
@@ -256,7 +258,7 @@ async def test_a_deadline_that_passes_in_the_queue(program: Program) -> None:
 
 
 async def test_a_run_that_cannot_end_in_time_is_not_started(program: Program) -> None:
-    """Behaviour 97: when it is asked for, by what is before it; when its turn comes, by what it takes itself."""
+    """Behaviour 97: the runs before it decide when it is asked for; its own time decides when its turn comes."""
     async with af.Session(max_runs=1) as session:
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
             plan = session.plan(program.slow, [program.x])
@@ -283,7 +285,7 @@ async def test_an_expectation_that_is_wrong_is_put_right(program: Program) -> No
 
 
 async def test_one_slow_run_refuses_no_others(program: Program) -> None:
-    """Behaviour 97: what is expected is what most of the last runs took."""
+    """Behaviour 97: the expected time is the time of most of the last runs."""
     program.gate.opened.set()
     async with af.Session(max_runs=1) as session:
         plan = session.plan(program.slow, [program.x])
@@ -404,7 +406,7 @@ def test_limits_are_checked() -> None:
 
 
 async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) -> None:
-    """What it waited for, after it was let in, is not time that runs of the plan take."""
+    """Its wait after it was let in is not time that runs of the plan take."""
     x = af.placeholder("float32", ())
     async with af.Session(graph) as session:
         plan, admission = session.plan(x * 2.0, [x]), Admission(SessionOptions(max_runs=1))
@@ -460,7 +462,7 @@ async def test_runs_wait_for_as_much_memory_as_their_kind_needed_before(graph: a
 
 
 async def test_feeds_of_waiting_runs_are_limited(program: Program) -> None:
-    """By its bytes; those that start at once need no place."""
+    """The limit is in bytes; runs that start at once need no place."""
     with program.graph:
         fed = af.placeholder("float32", (None,))
         with af.control_dependencies([program.slow]):

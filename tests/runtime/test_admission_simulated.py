@@ -21,7 +21,7 @@ from tests.faults.kernels import INT
 
 SECONDS = 100.0
 PATIENCE = 10
-"""An answer is of use within so many times what one takes alone."""
+"""An answer is of use within this multiple of the time of one request alone."""
 
 SERVICE: dict[str, Callable[[Random], float]] = {
     "constant": lambda _: 1.0,
@@ -62,7 +62,7 @@ class Machine:
         self.flight: dict[Request, Kind] = {}
 
     def serve(self, until_s: float) -> None:
-        """Let requests come until then, and work off what has come."""
+        """Let requests come until then, and work them off."""
         for kind in self.kinds:
             kind.coming_s = self.dice.expovariate(kind.rate)
         while self.flight or any(kind.coming_s < until_s for kind in self.kinds):
@@ -173,7 +173,7 @@ class Database:
             self.answer = ask(self.x)
 
     async def ends(self, rate: float, seconds: float, timeout_s: float, **options: Any) -> Counter[str]:
-        """What becomes of requests that come at this rate."""
+        """Return the ends of requests that come at this rate."""
         found: Counter[str] = Counter()
         dice = Random(7)
         async with af.Session(self.graph, **options) as session:
@@ -205,7 +205,7 @@ def on_virtual_time(places: int, took_s: Callable[[int], float], *args: float, *
 
 @pytest.mark.slow
 def test_runs_that_wait_for_something_that_is_too_slow() -> None:
-    """Four at a time, 20 ms each, of use within 200 ms, five times too many: 85 % of what can be done is in time."""
+    """Four at a time, 20 ms each, of use within 200 ms, five times too many: 85 % of the capacity is in time."""
     found = on_virtual_time(4, lambda _: 0.02, 1000.0, 2.5, 0.2)
     assert found["in time"] >= 0.85 * 2.5 * 4 / 0.02, found
     found = on_virtual_time(4, lambda _: 0.02, 1000.0, 1.0, 0.2, max_runs=None)

@@ -58,7 +58,7 @@ async def turns(count: int = 20) -> None:
 
 @pytest.mark.parametrize("debug", [False, True])
 async def test_a_run_that_writes_several_variables_is_one_step(program: Program, debug: bool) -> None:
-    """Without it, another run sees the one written and the other not; also one that needs no scheduler."""
+    """Without `atomic`, another run sees one variable written and the other not; also a run without a scheduler."""
     async with af.Session(debug=debug) as session:
         await session.run(program.read)
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as writing:
@@ -182,7 +182,7 @@ class Nest:
     def __init__(self, count: int = 2) -> None:
         self.variables = [af.Variable(0, name=f"v{k}") for k in range(count)]
         self.begun = 0
-        """How many runs have come to their coroutine."""
+        """Number of runs that have come to their coroutine."""
 
     def reader(self, *which: int) -> Any:
         with af.Graph():
@@ -283,7 +283,7 @@ async def test_two_atomic_runs_that_need_each_others_variables_are_refused() -> 
 
 
 async def test_an_atomic_run_inside_another_claims_what_that_one_has_not() -> None:
-    """It waits for others, is one step for them, and is refused where it would wait for those who wait for it."""
+    """The run waits for others, is one step for them, and is refused if it would wait for runs that wait for it."""
     nest, gate = Nest(3), asyncio.Event()
     order: list[str] = []
     async with af.Session() as session, asyncio.timeout(PATIENCE_S):

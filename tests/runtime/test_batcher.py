@@ -1,4 +1,4 @@
-"""The batcher as a pure machine: every order of what may happen to it, and how many members it takes at a time."""
+"""The batcher as a pure machine: every order of its events, and the number of members that it takes at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COSTS = CallCosts()
 
 
 class Named(Gathered):
-    """A member of which it is known what has become of it."""
+    """A member that records its end."""
 
     def __init__(
         self, name: int, nbytes: int = 1, offered_ns: int = 0, deadline_ns: float = inf, priority: int = 0
@@ -31,7 +31,7 @@ class Named(Gathered):
 
 
 class InParts(CallCosts):
-    """Members are always cut into so many calls; nothing is learnt."""
+    """Costs that always cut members into the same number of calls; nothing is learnt."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -136,7 +136,9 @@ class World:
 @pytest.mark.parametrize("poisoned", [None, 2])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_every_order_of_four_members(poisoned: int | None, lanes: int) -> None:
-    """Fault F20, F38, F40, F45: none is lost, computed twice, or left behind by one that fails, leaves or is late."""
+    """Fault F20, F38, F40, F45: no member is lost, computed twice, or left behind when another fails, leaves or is
+    late.
+    """
     try_every_order(lambda: World(poisoned, lanes, 4))
 
 
@@ -278,7 +280,7 @@ def learnt(each_ns: float, sizes: int = 8) -> CallCosts:
 
 
 def test_deadlines_are_met_where_a_smaller_call_does() -> None:
-    """Fault F45: who is late leaves; a call is so small that the first deadline in it that can be met is."""
+    """Fault F45: late members leave; a call is small enough for the first deadline in it that can be met."""
     batcher: Batcher[Named] = Batcher()
     costs = learnt(1.0)  # 1 ns and a little a member, so that all together is best
     costs.observe(1, 2.0)
@@ -338,7 +340,9 @@ def endless(costs: CallCosts, *deadlines_ns: float) -> tuple[Batcher[Named], Bat
 
 @pytest.mark.parametrize(("each_ns", "due_ns"), [(0.0, 1_600), (100.0, 1_800)])
 def test_a_remaining_member_is_computed_without_a_left_one(each_ns: float, due_ns: int) -> None:
-    """Fault F40: not before the call has taken twice what is learnt, and twice what it had when the first one left."""
+    """Fault F40: it waits until the call has taken twice the learnt time, and twice its time when the first member
+    left.
+    """
     batcher, call, members = endless(learnt(each_ns) if each_ns else CallCosts(), inf, inf, inf, inf)
     assert batcher.overdue(1_000_000) == []
     assert batcher.wake_ns(0) == inf
@@ -360,7 +364,7 @@ def test_a_remaining_member_is_computed_without_a_left_one(each_ns: float, due_n
 
 
 def test_halves_begin_while_the_first_still_has_half_of_its_time() -> None:
-    """Fault F45: of members that are late at once, those that can end do; the one that cannot is by itself at last."""
+    """Fault F45: of members that are late at once, all that can end do so; the last one is alone in the end."""
     batcher, call, members = endless(CallCosts(), 9_000, 9_000, 9_000)
     assert batcher.wake_ns(0) == 5_000
     assert batcher.overdue(5_000) == [call]
@@ -410,7 +414,7 @@ def test_a_member_without_deadline_is_not_overtaken_for_ever() -> None:
 
 
 def test_calls_are_as_small_as_memory_needs() -> None:
-    """Where there is none for many, halves are tried, and later calls are no larger, but for a look now and then."""
+    """Halves are tried if there is no memory for many; later calls are no larger, but for a try now and then."""
     batcher: Batcher[Named] = Batcher()
     costs = CallCosts()
     made: list[int] = []
@@ -476,8 +480,8 @@ def test_the_one_at_fault_is_found_by_halving() -> None:
 def test_whoever_waits_is_under_way_or_known_to_wake(seed: int) -> None:
     """After a pass no lane waits for nothing, however calls of others that share its times have ended meanwhile.
 
-    Clients ask again soon after they were answered, so that who comes earlier waits for them; some leave. A pass comes
-    when one asks or a call has ended, and at the time that the last one said; who leaves wakes nobody.
+    Clients ask again soon after they were answered, so earlier members wait for them; some clients leave. A pass comes
+    when a client asks or a call has ended, and at the time that the last pass named. Leaving clients wake nothing.
     """
     random = Random(seed)
     batcher: Batcher[Named] = Batcher(seed)
@@ -536,7 +540,9 @@ def test_whoever_waits_is_under_way_or_known_to_wake(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_calls_take_is_learnt(seed: int) -> None:
-    """Where two cost more than twice one, few go one by one and many together; least time is found by trying all."""
+    """Few members go singly and many together if two cost more than twice one; trying all sizes finds the least
+    time.
+    """
     random = Random(seed)
     learnt = CallCosts()
     true_ns = {1: 100.0, **{size: 700.0 + 15 * size + random.random() for size in range(2, 33)}}

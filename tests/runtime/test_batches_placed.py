@@ -35,7 +35,7 @@ def copies_and_stacks(cupy: FakeCupy, first: int) -> tuple[int, int]:
 
 
 def served(count: int) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:
-    """A function between others of the device's, for so many at a time: rows, a counter, and a number of each."""
+    """A function between others of the device, for `count` members at a time: rows, a counter, and a number of each."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         inside = af.batched(
@@ -56,7 +56,7 @@ def served_of(x: Array) -> list[Any]:
 @pytest.mark.parametrize("cupy", range(3), indirect=True)
 @pytest.mark.parametrize("count", [1, 5, 20])
 async def test_rows_are_brought_together_where_they_are(cupy: FakeCupy, count: int) -> None:
-    """Whatever order the card does its work in. All that is copied is what is fed and fetched, and counters at once."""
+    """The card does its work in any order. Copied are only feeds and fetches, and counters all at once."""
     graph, x, fetches = served(count)
     values = np.random.default_rng(count).normal(size=(2, count, 4)).astype(np.float32)
     async with af.Session(graph, devices=["cuda:0"], memory_limit=CARD) as session:
@@ -96,7 +96,7 @@ async def test_values_fed_and_fetched_singly_stay_in_between(cupy: FakeCupy) -> 
 
 @pytest.mark.usefixtures("work")
 async def test_results_that_are_only_fetched_are_copied_at_once(cupy: FakeCupy) -> None:
-    """Of all members by one copy, but for those that somebody goes on with."""
+    """One copy fetches the results of all members, but for results that further nodes use."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, z = af.batched(lambda x: (af.tanh(x), x + 1), 10, max_delay_s=3600, cost="none")(x * 2)
@@ -116,7 +116,7 @@ async def test_results_that_are_only_fetched_are_copied_at_once(cupy: FakeCupy) 
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_whoever_leaves_or_fails(seed: int) -> None:
-    """Cancelled at any pass, or at fault, which halving finds: everybody else gets what is theirs."""
+    """Members are cancelled at any pass, or fail, which halving finds: all others get their own results."""
 
     @af.op(outputs=af.spec("float32", (4,)), rows=True, pure=True)
     def checked(x: Array) -> Array:
@@ -186,7 +186,7 @@ def packed_rows(x: af.Tensor, offsets: af.Tensor) -> af.Tensor:
     ids=["pad", "bucket", "packed"],
 )
 async def test_rows_of_other_lengths(cupy: FakeCupy, fn: Any, options: Any) -> None:
-    """Padded, or side by side, on the card: no row is copied but those that are fed and fetched."""
+    """Rows are padded, or side by side, on the card: only fed and fetched rows are copied."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (None, 3), name="x")
         y = af.batched(fn, 10, max_delay_s=3600, cost="none", **options)(x * 2) + 1

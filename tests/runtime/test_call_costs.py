@@ -1,4 +1,4 @@
-"""Whether to wait for those who were just answered: clients that ask again at once, and others, simulated."""
+"""Waits for members that were just answered: clients that ask again at once, and others, simulated."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_last_of_many_waits_for_the_others_once() -> None:
 def test_requests_that_come_by_themselves_wait_no_longer_than_without(
     load: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Poisson arrivals: nobody comes back, and so it is learnt that it does not pay to wait."""
+    """Poisson arrivals: no client comes back, and so the session learns that waiting does not pay."""
     means = []
     for waits in (True, False):
         if not waits:
@@ -135,7 +135,7 @@ def test_requests_that_come_by_themselves_wait_no_longer_than_without(
 
 
 def parts_of(costs: CallCosts, size: int, times_ns: dict[int, float], calls: int = 400) -> float:
-    """The mean number of calls that so many are cut into, if that many take so long at once."""
+    """Return the mean number of parts of `size` members, if each number of parts takes a given time at once."""
     random, found = Random(1), []
     for _ in range(calls):
         found.append(costs.parts(size, random))

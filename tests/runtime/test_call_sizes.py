@@ -112,7 +112,7 @@ def test_as_many_are_answered_in_time_as_with_the_best_size(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_of_any_timeouts_and_calls_of_any_costs(seed: int) -> None:
-    """Where calls differ by a fifth, and requests have from 1.5 to 20 times what one takes alone."""
+    """Calls differ by a fifth, and requests have 1.5 to 20 times the time of one alone."""
     dice, noise = Random(seed), Random(seed + 1)
     fixed_ms, each_ms = dice.choice([(20, 4), (5, 0.2), (1, 4), (40, 1)])
     times = [dice.choice((1.5, 3, 8, 20)) for _ in range(5000)]

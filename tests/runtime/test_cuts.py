@@ -66,7 +66,7 @@ async def values(graph: af.Graph, path: Path, variables: list[af.Variable]) -> l
 
 
 def test_a_run_that_waits_for_a_run_that_is_held_up(tmp_path: Path) -> None:
-    """Nobody is held up for ever: the save waits, and both runs end."""
+    """No run is held up for ever: the save waits, and both runs end."""
     with af.Graph() as graph:
         a, b = (af.Variable(0, name=name) for name in "ab")
         arrived = [asyncio.Event() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""First runs: what nobody can call short does not begin on the event loop, and what proves short comes back to it."""
+"""First runs: code that may be long does not begin on the event loop, and code that proves short comes back to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guessed(fetch: af.Tensor, *feeds: Any) -> float:
 
 
 async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(work: WorkClock, graph: af.Graph) -> None:
-    """Behaviour 95: a function that blocks does not block the loop; one that is short is called there, once known."""
+    """Behaviour 95: a function that blocks does not block the loop; a short function is called there, once known."""
     threads = list[str]()
 
     @af.op(outputs=INT)
@@ -51,7 +51,7 @@ async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(work: Work
 
 
 def test_a_write_to_a_table_takes_as_long_as_its_rows(graph: af.Graph) -> None:
-    """Fault F37: what it gives is but where they are, and the loop does not copy large ones."""
+    """Fault F37: the result is only the positions, and the loop does not copy large rows."""
     table = af.Table(4, af.spec("float32", (1 << 20,)))
     row, rows = af.placeholder("float32", (1 << 20,)), af.placeholder("float32", (None, 1 << 20))
     index = af.placeholder("int64", ())
@@ -76,7 +76,7 @@ async def test_a_function_that_says_that_it_is_short_is_believed(graph: af.Graph
 
 
 async def test_a_run_that_a_function_waits_for_finds_out_on_the_loop(graph: af.Graph) -> None:
-    """Fault F65: a function that has a thread may wait for a run with another that nobody knows to be long."""
+    """Fault F65: a function on a thread may wait for a run with another function that is not known to be long."""
     asked: list[Any] = []
     inner = af.op(outputs=INT, name="inner")(lambda v: v + 1)(af.constant(1))
     async with af.Session(graph) as session:
@@ -93,7 +93,7 @@ async def test_a_run_that_a_function_waits_for_finds_out_on_the_loop(graph: af.G
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("shape", [(None, None), None, (600, 600)], ids=str)
 async def test_one_large_product(graph: af.Graph, shape: Any, regions: bool) -> None:
-    """A plan of one node asks what its shapes say, those of the run where the graph has none."""
+    """A plan of one node asks for the shapes, in the run if the graph does not know them."""
     x = af.placeholder("float64", shape)
     trace = af.Trace(detail="region")
     async with af.Session(graph, regions=regions) as session:
@@ -115,7 +115,7 @@ async def test_what_values_make_large(graph: af.Graph, regions: bool) -> None:
 
 
 def test_guesses(graph: af.Graph) -> None:
-    """By the shapes that are there; never by what is only assumed."""
+    """The known shapes count, and assumed ones never do."""
     x = af.placeholder("float32", (None, None))
     small, large = np.ones((10, 10), np.float32), np.ones((2_000, 2_000), np.float32)
     for fetch in (af.matmul(x, x), af.einsum("ij,jk->ik", x, x), af.tanh(x)):

@@ -56,7 +56,7 @@ async def test_the_first_call_describes_the_arguments() -> None:
 
 
 async def test_a_parameter_of_any_name() -> None:
-    """Behaviour 91: placeholders are named after parameters, even those that are only underscores."""
+    """Behaviour 91: placeholders are named after parameters, even parameters that are only underscores."""
     f, _ = counted(lambda _, __: _ - __)
     assert await f(3.0, 4.0) == -1.0
 
@@ -662,7 +662,7 @@ async def test_a_static_method_is_not_bound() -> None:
 
 
 async def test_errors_of_a_first_call_in_a_task_name_the_function() -> None:
-    """Whose stack begins in the event loop."""
+    """The stack of a task begins in the event loop."""
 
     @af.function
     def picky(x: Annotated[af.Tensor, af.spec("float64", (2,))]) -> Any:

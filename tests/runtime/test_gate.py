@@ -65,7 +65,7 @@ async def cancel(task: asyncio.Task[Any], random: Random) -> None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_nothing_is_lost_and_nothing_is_given_twice(seed: int) -> None:
-    """Among waiters that are cancelled and pass their deadlines in all passes, those of their turns among them."""
+    """Waiters are cancelled and pass their deadlines in all passes, also in the passes of their turns."""
     random, used, late = Random(seed), 0, 0
     lamps = Lamps(3, random)
 

@@ -1,4 +1,4 @@
-"""What fails for several is computed in halves: all that can succeed does, in its order, in few calls."""
+"""Halving of failed work: all members that can succeed do so, in their order, in few calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of functions with limits, on virtual time: when they begin, what is retried, and what is left of them."""
+"""Calls of functions with limits, on virtual time: their start, retries, and the rest after them."""
 
 from __future__ import annotations
 
@@ -567,7 +567,9 @@ async def test_a_thread_that_cannot_start_gives_its_slot_back(monkeypatch: pytes
 
 
 async def test_a_plain_function_that_raises_a_runtime_error_gives_its_slot_back_once() -> None:
-    """As an error of starting its thread does, and the thread may have ended before anybody waits for it."""
+    """An error of starting its thread gives the slot back, and the thread may have ended before the session waits
+    for it.
+    """
 
     @af.op(outputs=SCALAR, max_concurrency=1)
     def fails(x: Any) -> Any:
@@ -583,7 +585,7 @@ async def test_a_plain_function_that_raises_a_runtime_error_gives_its_slot_back_
 
 
 async def test_a_plain_function_may_ask_for_a_run_of_its_session() -> None:
-    """It has a thread of its own, so the run finds those of the session free."""
+    """The function has a thread of its own, so the run finds the session's threads free."""
 
     @af.op(outputs=SCALAR, max_concurrency=1)
     def asks(x: Any) -> Any:

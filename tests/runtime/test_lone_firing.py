@@ -58,7 +58,7 @@ def lone(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 @pytest.fixture
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Nobody is computed before this is set."""
+    """Hold back all computing until the event is set."""
     event, plan_of = asyncio.Event(), Bodies.plan_of
 
     async def waits(self: Bodies, *args: Any) -> Any:
@@ -71,7 +71,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 @pytest.fixture(params=[False, True], ids=["at once", "later"])
 def later(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the session never has time in the pass in which it is asked."""
+    """True if the session never has time in the pass in which it is asked."""
     if request.param:
         monkeypatch.setattr(Turn, "has_time", lambda self: False)
     return bool(request.param)
@@ -104,7 +104,7 @@ async def until_in_line(runs: list[Run], count: int) -> None:
 
 @programs
 async def test_one_without_a_scheduler_gives_what_one_with_it_does(program: Program, lone: list[Run]) -> None:
-    """A traced one has a scheduler, and shows what it does."""
+    """A traced run has a scheduler, and shows its firings."""
     graph, x, y = graph_of(program)
     trace = af.Trace()
     async with af.Session(graph) as session:
@@ -251,7 +251,7 @@ async def test_an_interrupt_while_a_result_is_taken_ends_the_run(monkeypatch: py
 async def test_what_draws_takes_no_scheduler_either(
     build: Callable[[af.Tensor], af.Tensor], lone: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its key is made of the run, so it draws what it draws beside other nodes."""
+    """Its key is made of the run, so it draws the same numbers as beside other nodes."""
     monkeypatch.setitem(globals(), "positive", lambda x: x + af.random.normal((SIZE,), seed=3))
     with af.Graph(seed=1) as graph:
         x = af.placeholder("float64", (SIZE,))

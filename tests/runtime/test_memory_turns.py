@@ -30,7 +30,7 @@ def holds(x: af.Tensor, turns: int = 300) -> af.Tensor:
 
 
 async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
-    """And those that begin meanwhile queue behind the ones that wait."""
+    """Runs that begin meanwhile queue behind the runs that wait."""
     x = af.placeholder("float32", (None,))
     y = holds(x)
     async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
@@ -141,7 +141,7 @@ async def test_a_run_with_visible_repetition_fails_as_ever(graph: af.Graph) -> N
 
 @pytest.mark.parametrize("regions", [False, True])
 async def test_a_failed_run_holds_nothing_while_its_error_is_kept(graph: af.Graph, regions: bool) -> None:
-    """Nor what it was to return: the next one finds all the room that there is."""
+    """The error keeps no results either: the next run finds all the room."""
     x = af.placeholder("float32", (None,))
     much, y = [x * float(k) for k in range(2, 6)], holds(x)
     async with af.Session(graph, memory_limit=LIMIT, regions=regions) as session, asyncio.timeout(PATIENCE_S):
@@ -170,7 +170,9 @@ async def test_no_run_waits_for_a_run_that_may_wait_for_it(graph: af.Graph) -> N
 
 
 async def test_a_waiting_run_may_be_cancelled_or_late(graph: af.Graph) -> None:
-    """Behind one that ends when it is told to: how far another has come meanwhile is for the machine to say."""
+    """The run waits behind a run that ends on request: how far another run has come meanwhile depends on the
+    machine.
+    """
     x, opened, attempts = af.placeholder("float32", (None,)), asyncio.Event(), []
     y = holds(x, turns=20)
 
@@ -218,7 +220,9 @@ async def test_on_cards_too(open_session: OpenSession) -> None:
 
 @pytest.mark.parametrize("regions", [False, True])
 async def test_what_callers_keep_of_results_takes_no_room(graph: af.Graph, regions: bool) -> None:
-    """It is theirs, as what they feed is: requests of which many results were kept failed one after the other."""
+    """Kept results are the caller's, like feeds: requests of which many results were kept failed one after the
+    other.
+    """
     x, v = af.placeholder("float32", (None,)), af.Variable(LARGE, name="v")
     alone, y, kept = x * 3.0, holds(x), []
     async with af.Session(graph, memory_limit=LIMIT, regions=regions) as session, asyncio.timeout(PATIENCE_S):

@@ -19,7 +19,7 @@ from tests.faults.kernels import INT, CoroutineGate, raising, until
 
 
 class Log:
-    """An observer that keeps what it is told."""
+    """An observer that keeps its notifications."""
 
     def __init__(self) -> None:
         self.began: list[ObservedRun] = []

@@ -31,7 +31,7 @@ def cupy() -> Iterator[FakeCupy]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_has_its_owners_values(seed: int) -> None:
-    """Whoever comes and goes between two exchanges; what is asked of the device is done here by NumPy."""
+    """Activations come and go between two exchanges; NumPy does the device's part here."""
     random = Random(seed)
     group: PlacedRows[Counting] = PlacedRows(HAS_ROWS, 2, 8, is_watched=False)
     made = 0
@@ -70,7 +70,7 @@ def counting() -> tuple[af.Graph, af.Tensor, af.Tensor, af.Tensor]:
 
 
 async def test_variables_stay_on_a_card_and_nothing_blocks(cupy: FakeCupy) -> None:
-    """What is fed and fetched in a step does not depend on the variables; the log shows no call that waits."""
+    """The feeds and fetches of a step do not depend on the variables; the log shows no call that waits."""
     graph, x, n, y = counting()
     start = np.full(4, 10, np.float32)
     async with af.Session(graph, devices=["cuda:0"], memory_limit=8 << 20) as session:
@@ -89,8 +89,8 @@ async def test_the_next_step_is_launched_before_a_predicate_is_read(
 ) -> None:
     """The log has the kernels of a step, one copy of its predicate, and the next step: all of it while no work is done.
 
-    What has ended by then is computed once more, and dropped. It is so, too, where a step is launched only in a later
-    pass, as the loop is busy.
+    Rows that have ended by then are computed once more, and dropped. This also holds if a step is launched in a later
+    pass, since the loop is busy.
     """
     if not has_time:
         monkeypatch.setattr(Turn, "has_time", lambda _turn: False)
@@ -134,7 +134,7 @@ async def test_the_next_step_is_launched_before_a_predicate_is_read(
 
 @pytest.mark.slow
 async def test_several_steps_are_one_launch_while_no_activation_comes_or_goes(cupy: FakeCupy) -> None:
-    """Those that end in between have the variables of their last step, and nobody makes more than are allowed."""
+    """Activations that end in between keep the variables of their last step, and none makes more steps than allowed."""
     graph, x, n, y = counting()
     start = np.full(4, 10, np.float32)
     async with af.Session(graph, devices=["cuda:0"], max_iterations=100) as session:
@@ -157,7 +157,7 @@ async def test_several_steps_are_one_launch_while_no_activation_comes_or_goes(cu
 
 
 async def test_limits_of_steps_that_were_launched_ahead(cupy: FakeCupy) -> None:
-    """One that ends with the last step that it may make has its result, though one more was launched."""
+    """An activation that ends with its last permitted step has its result, though one more step was launched."""
     graph, x, n, y = counting()
     start = np.full(4, 10, np.float32)
     async with af.Session(graph, devices=["cuda:0"], max_iterations=5) as session:
@@ -256,7 +256,7 @@ async def test_whoever_comes_and_goes_between_steps(cupy: FakeCupy, monkeypatch:
 
 
 async def test_rows_of_a_card_that_fails_are_stepped_one_by_one(cupy: FakeCupy) -> None:
-    """A row at fault, in the step that only others make again, ends nobody but itself."""
+    """A failing row, in the step that only others make again, ends only itself."""
 
     @af.op(outputs=af.spec("float32", (4,)), rows=True, pure=True)
     def checked(x: Array) -> Array:

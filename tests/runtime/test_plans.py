@@ -1,4 +1,4 @@
-"""The plans of a session: what is known of their costs, and where they are compiled."""
+"""The plans of a session: known costs, and the places where plans are compiled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_costs_are_asked_for_while_runs_add_plans() -> None:
 
 
 def chain(n_nodes: int, n_constants: int = 1) -> PlanRequest:
-    """What asks for a graph's plan: a chain that starts at so many float64 constants."""
+    """Return a request for a graph's plan: a chain that starts at `n_constants` float64 constants."""
     with af.Graph() as graph:
         x = af.constant(np.zeros(n_constants))
         for _ in range(n_nodes):
@@ -90,13 +90,13 @@ async def test_so_does_a_small_one_with_large_constants(n_constants: int, is_bes
 
 
 def test_on_virtual_time_it_does_not() -> None:
-    """Simulated devices know one thread, and the order of what happens is the same every time."""
+    """Simulated devices know one thread, and the order of events is the same every time."""
     with virtual_clock() as clock:
         assert clock.run(compiled_on(PlanCache(256))) == threading.get_ident()
 
 
 async def test_what_compiles_is_left_to_its_thread_when_the_session_closes() -> None:
-    """No task of it is left behind, if a run that wanted it was cancelled; one that still waits is told."""
+    """A run that wanted it and was cancelled leaves no task behind; a run that still waits gets an error."""
     cache, goes_on, ended = PlanCache(256), threading.Event(), threading.Event()
 
     def compile(_: PlanRequest) -> Plan:
@@ -118,7 +118,9 @@ async def test_what_compiles_is_left_to_its_thread_when_the_session_closes() -> 
 
 
 async def test_plans_are_explained() -> None:
-    """How many values are sent, and why each node of a region is where it is; in short if it is only looked at."""
+    """The explanation has the number of sent values, and the device and reason of each node; it is short for a quick
+    look.
+    """
     with af.Graph() as graph:
         x = af.placeholder("float32", (64, 64), name="x")
         with af.device("cpu:0"):
@@ -163,7 +165,7 @@ def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypat
 
 
 def trained(steps: Any = 40) -> tuple[af.Tensor, af.Tensor, af.Tensor]:
-    """The input of a loop over products, what it gives, and the gradient, for which it saves 256 KiB an iteration."""
+    """The input of a loop over products, its result, and the gradient, for which it saves 256 KiB an iteration."""
     x = af.placeholder("float32", (256, 256))
     y = af.while_loop(lambda i, _: i < steps, lambda i, y: (i + 1, af.tanh(y @ x)), (0, x * 1.0))[1]
     return x, y, af.gradients(af.sum(y), x)
@@ -178,7 +180,7 @@ def measured(ns: int) -> MeasuredCost:
 
 @pytest.mark.parametrize(("product_ns", "choice"), [(10_000, "recompute"), (100_000_000, "swap")])
 async def test_later_plans_know_what_earlier_runs_have_measured(product_ns: int, choice: str, tmp_path: Path) -> None:
-    """Where products take long, values go to a file that a plan from estimates alone would compute again."""
+    """Values go to a file if products take long; a plan from estimates alone would compute them again."""
     with af.Graph() as graph:
         x, y, gradient = trained()
     async with af.Session(graph, regions=False, memory_limit=8 << 20, spill_directory=str(tmp_path)) as session:
@@ -192,7 +194,7 @@ async def test_later_plans_know_what_earlier_runs_have_measured(product_ns: int,
 
 
 async def test_the_time_of_a_region_is_shared_out_over_all_iterations_of_its_loops() -> None:
-    """What a node takes is known for one firing; nothing, where only a run knows how many there are."""
+    """The time of a node is known for one firing; it is unknown if only a run knows the number of firings."""
     with af.Graph() as graph:
         x, y, _ = trained()
         n = af.placeholder("int32", ())

@@ -1,4 +1,4 @@
-"""What a session keeps is bounded, and goes with the graph it was made for (Behaviour 96, Fault F68)."""
+"""The plans that a session keeps are bounded, and go with the graph they were made for (Behaviour 96, Fault F68)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def doubled() -> tuple[af.Tensor, af.Tensor]:
 
 @pytest.fixture
 def alive() -> Callable[[type], int]:
-    """How many objects of a kind that the test made are alive."""
+    """Return how many objects of a kind that the test made are alive."""
     gc.collect()
     gc.freeze()  # what others have left is neither looked at nor counted, nor does it matter when they let go of it
 
@@ -43,7 +43,7 @@ def alive() -> Callable[[type], int]:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
-    """What plans have been compiled for."""
+    """Requests for which plans have been compiled."""
     requests: list[PlanRequest] = []
 
     def noted(request: PlanRequest, *args: Any, **options: Any) -> Plan:
@@ -138,7 +138,7 @@ async def test_a_prepared_call_keeps_its_plan() -> None:
 
 
 async def test_compiling_costs_the_same_however_many_plans_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F68: the nodes of earlier plans are not looked at, or on several devices those of a few."""
+    """F68: the nodes of earlier plans are not visited, or on several devices only the nodes of a few."""
     looked: list[Partition] = []
     nodes: Any = Partition.nodes
 

@@ -1,4 +1,4 @@
-"""Plans for cards: before a session is entered, and what they say of loops."""
+"""Plans for cards: before a session is entered, and their explanation of loops."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ LOOPS: dict[str, tuple[Loop, tuple[int | None, ...], list[str]]] = {
 
 
 def explained(make: Loop, shape: tuple[int | None, ...], **options: Any) -> list[str]:
-    """What a plan says of loops."""
+    """Return a plan's explanation of loops."""
     with af.Graph() as graph:
         x = af.placeholder("float32", shape)
         with af.device("cuda:0"):

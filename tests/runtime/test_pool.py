@@ -43,7 +43,7 @@ def rows_of(pool: PoolRows[Counting]) -> list[Counting]:
 
 
 def check(pool: PoolRows[Counting]) -> Ended:
-    """Those who have joined and do not go on at all."""
+    """End the activations that have joined and do not go on at all."""
     ended: Ended = []
     for group, first in pool.admit():
         value, _, limit, _ = group.inputs(first, len(group.rows))
@@ -67,7 +67,7 @@ def step_alone(pool: PoolRows[Counting], steps: int) -> Ended:
 
 
 def step_of(group: RowGroup[Counting]) -> tuple[list[Array], Array]:
-    """What a step computes, of copies: rows may change while it is under way."""
+    """Compute a step, from copies: rows may change while it is under way."""
     value, pair, limit, by = (np.array(x) for x in group.inputs(0, len(group.rows)))
     assert [owner.name for owner in group.rows] == pair[:, 0].tolist()
     following = value + by
@@ -189,7 +189,7 @@ def _after(state: _State, event: str, name: int) -> _State:
 
 
 def test_every_order_of_what_may_happen_to_four() -> None:
-    """Offers, cancels, steps that end and that fail for one, in whichever order: nobody is lost, nor served twice."""
+    """Offers, cancels, steps that end and that fail for one, in every order: no activation is lost, or served twice."""
     start = _State(PoolRows(2, 2, HAS_ROWS, is_watched=True), [], {}, None)
     seen, pending, ends = {start.key()}, [start], 0
     while pending:
@@ -211,7 +211,7 @@ def test_every_order_of_what_may_happen_to_four() -> None:
 
 
 def test_the_only_one_is_no_row() -> None:
-    """Its steps count all the same, and it is one again, with its values, as soon as somebody else is there."""
+    """Its steps count all the same, and it is a row again, with its values, as soon as another activation is there."""
     pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS, is_watched=True)
     first, second = (Counting(name, 0, 9, np.array(1)) for name in range(2))
     pool.join(first)
@@ -238,7 +238,7 @@ def test_the_only_one_is_no_row() -> None:
 
 
 def test_the_order_in_which_waiting_activations_become_rows() -> None:
-    """By rank, and those of one rank as they came."""
+    """Activations go by rank, and within one rank by arrival."""
     pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS)
     ranks = ((0, 5.0), (0, 4.0), (-1, 9.0), (0, 4.0))
     for name, rank in enumerate(ranks):
@@ -253,7 +253,7 @@ def test_the_order_in_which_waiting_activations_become_rows() -> None:
 
 
 def test_no_activation_waits_for_ever() -> None:
-    """Of the rows that are given away while those of higher rank keep coming, one in eight goes to the others."""
+    """Of the rows given away while higher ranks keep coming, one in eight goes to the others."""
     pool: PoolRows[Counting] = PoolRows(1, 2, HAS_ROWS)
     for name in range(4):
         pool.join(Counting(name, 0, 1, np.array(1), (1, 0)))
@@ -269,7 +269,7 @@ def test_no_activation_waits_for_ever() -> None:
 
 
 def test_rows_of_other_shapes_are_groups() -> None:
-    """One whose values have become as large as those of another group goes on with that."""
+    """A row whose values have become as large as another group's joins that group."""
     pool: PoolRows[Counting] = PoolRows(8, 1, (True,), is_watched=True)
     for name, length in enumerate((1, 1, 2)):
         each = Counting(name, 0, 0, np.array(0))
@@ -334,7 +334,7 @@ def test_rows_that_have_grown_count_with_all_their_elements() -> None:
 
 
 def test_a_result_that_looks_into_another_slab() -> None:
-    """Two variables that change places: what is written first is not read as what is written second."""
+    """Two variables change places: the first write does not change the source of the second."""
     pool: PoolRows[Counting] = PoolRows(2, 2, (True, True))
     each = Counting(0, 0, 0, np.array(0))
     each.inputs, each.is_checked = [np.array(1), np.array(2)], True

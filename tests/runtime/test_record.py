@@ -155,7 +155,7 @@ async def test_a_record_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 async def test_runs_that_waited_for_their_plan_have_their_own_numbers(tmp_path: Path) -> None:
-    """On which random numbers depend: what is asked for first need not begin first."""
+    """Random numbers depend on these numbers: the first requested run need not begin first."""
     with af.Graph() as graph:
         y = af.random.normal((3,))
         for _ in range(60):  # so many that they are compiled beside the event loop

@@ -42,7 +42,7 @@ def node(name: str, transfer: int = 1, peer: str = "cpu:9") -> PlanNode:
 
 @dataclass
 class Party:
-    """An executor that writes down what it is told."""
+    """An executor that writes down its deliveries."""
 
     heard: list[Any] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ def cost(taken_s: float = 1.0, nbytes: int = 0) -> RunCost:
 
 @dataclass(slots=True, eq=False)
 class Caller(QueuedRun):
-    """A run with a caller who may leave before anybody has noticed."""
+    """A run whose caller may leave before the queue has noticed."""
 
     left: bool = False
 
@@ -36,14 +36,14 @@ class Caller(QueuedRun):
 
 @dataclass
 class World:
-    """A queue, its runs, and what has become of each."""
+    """A queue, its runs, and the end of each."""
 
     queue: RunQueue[Caller]
     runs: list[Caller]
     now_s: float = 0.0
     states: list[str] = field(default_factory=list)
     asides: list[int] = field(default_factory=list)
-    """How often each may step aside."""
+    """Times that each run may step aside."""
     has_stepped_aside: bool = False
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ def test_every_interleaving_of_four_runs(limits: int, kinds: str) -> None:
 
 @pytest.mark.parametrize(("limits", "kinds"), [(0, "priorities"), (2, "alike"), (3, "priorities"), (5, "memory")])
 def test_every_interleaving_of_three_runs_that_step_aside(limits: int, kinds: str) -> None:
-    """Each once: the same rules hold, a run that comes back is never refused, and nobody waits for ever."""
+    """Each run is served once: the same rules hold, a returning run is never refused, and none waits for ever."""
     seen: set[Any] = set()
     paths: list[tuple[tuple[str, int], ...]] = [()]
     while paths:
@@ -228,7 +228,9 @@ def test_a_refusal_is_told_ahead_for_runs_that_come_behind_others_and_changes_no
 
 
 def test_runs_aside_hold_their_memory_and_no_places() -> None:
-    """A run that fits beside what they hold starts; where none is in flight any does, or they would wait for it."""
+    """A run that fits beside their memory starts; if none is in flight any run starts, or all would wait for each
+    other.
+    """
     queue: RunQueue[Caller] = RunQueue(max_runs=2, memory_limit=100)
     large, small, other = cost(nbytes=60), cost(nbytes=30), cost(nbytes=70)
     first, second, third, fourth = Caller(large), Caller(small), Caller(other), Caller(small)
@@ -245,7 +247,7 @@ def test_runs_aside_hold_their_memory_and_no_places() -> None:
 
 
 def test_runs_that_take_too_long_make_room() -> None:
-    """Eight times as long as their kind takes, or as those before had when no run has ended since."""
+    """Too long is eight times the time of their kind, or of the time that earlier runs had if none has ended since."""
     queue: RunQueue[Caller] = RunQueue(max_runs=2)
     known, unknown = cost(), cost()
     known.observe(1.0)
@@ -299,7 +301,7 @@ def test_a_loop_that_comes_back_again_and_again_leaves_others_their_share() -> N
 
 @pytest.mark.parametrize("seed", range(30))
 def test_many_runs_in_any_order(seed: int) -> None:
-    """Forty runs of all kinds, which step aside at times: the same rules hold, and nobody is left."""
+    """Forty runs of all kinds, which step aside at times: the same rules hold, and no run is left."""
     dice = Random(seed)
     limits = LIMITS[seed % len(LIMITS)]
     kinds = [dice.choice(KINDS[dice.choice(list(KINDS))]) for _ in range(40)]
@@ -336,7 +338,7 @@ def served(queue: RunQueue[Caller], classes: dict[int, float], until_s: float) -
 
 @pytest.mark.parametrize("classes", [{0: 1.0, 1: 1.0}, {0: 0.1, 5: 10.0}, {0: 10.0, 5: 0.1}, {-3: 1.0, 0: 2.0, 9: 0.5}])
 def test_no_priority_gets_less_than_an_eighth_of_the_time(classes: dict[int, float]) -> None:
-    """Fault F46: and those behind the first get no more, whatever one of their runs takes."""
+    """Fault F46: and the priorities behind the first get no more, whatever one of their runs takes."""
     spent = served(RunQueue(1), classes, 4000)
     total = sum(spent.values())
     first, *others = classes
@@ -389,7 +391,7 @@ def waits(queue: RunQueue[Caller], run: Caller) -> float:
 @pytest.mark.parametrize("priority", [0, 1, 2])
 @pytest.mark.parametrize("servers", [1, 4])
 def test_how_long_a_run_waits_is_foretold(priority: int, servers: int) -> None:
-    """Fault F44: from what is in flight, what goes before, and the share of the other lines."""
+    """Fault F44: the prediction uses the runs in flight, the runs ahead, and the share of the other lines."""
     queue: RunQueue[Caller] = RunQueue(servers)
     for k in range(240):
         queue.offer(Caller(cost(1 + k % 3), k % 3), 0.0)
@@ -399,7 +401,7 @@ def test_how_long_a_run_waits_is_foretold(priority: int, servers: int) -> None:
 
 
 def test_waits_are_predicted_for_unknown_kinds_of_runs() -> None:
-    """As the mean of those that have ended."""
+    """The prediction is the mean of the runs that have ended."""
     queue: RunQueue[Caller] = RunQueue(1)
 
     def foretold_s() -> float:
@@ -504,7 +506,7 @@ def test_bytes_make_way_too() -> None:
 
 
 def test_what_a_run_needs_counts_once_its_plan_is_known() -> None:
-    """A run of a kind that was never run is let in for nothing; with its plan, others wait for what it needs."""
+    """A run of an unknown kind is let in without a claim; with its plan, others wait for the memory that it needs."""
     queue: RunQueue[Caller] = RunQueue(max_runs=4, memory_limit=100)
     first, second, third = Caller(None), Caller(cost(nbytes=60)), Caller(cost(nbytes=40))
     assert queue.offer(first, 0.0)

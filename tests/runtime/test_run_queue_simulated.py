@@ -31,7 +31,7 @@ class Request(QueuedRun):
 
 @dataclass
 class Outcome:
-    """What an hour was like, by priorities: latencies of those that ended in time, and how many did not."""
+    """The results of an hour, by priorities: latencies of requests that ended in time, and the number of the others."""
 
     latencies_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     others: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ def poisson(
 
 
 def simulate(queue: RunQueue[Request], requests: Iterator[Request]) -> Outcome:
-    """Works requests off, in order of the events' times; those in flight are stopped when their deadline passes."""
+    """Work requests off, in order of the events' times; requests in flight are stopped at their deadline."""
     found = Outcome()
     events: list[tuple[float, int, Request]] = []
     number = 0
@@ -102,7 +102,7 @@ def merged(*streams: Iterator[Request]) -> Iterator[Request]:
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """How likely a request waits in M/M/c; `load` is that of all servers together."""
+    """Return the probability that a request waits in M/M/c; `load` is the load of all servers together."""
     waits = load**servers / factorial(servers) * servers / (servers - load)
     return waits / (sum(load**k / factorial(k) for k in range(servers)) + waits)
 
@@ -121,7 +121,7 @@ def test_latencies_follow_queueing_theory(servers: int, part: float, rate: float
 
 @pytest.mark.parametrize(("servers", "times"), [(1, 2.0), (2, 5.0)])
 def test_losses_follow_queueing_theory(servers: int, times: float) -> None:
-    """M/M/c/K, more than can be done: those that are refused, and how long the others take, within 5 %."""
+    """M/M/c/K above its capacity: refusals, and the times of the others, within 5 %."""
     places, mean_s = 10, 0.5
     rate = times * servers / mean_s
     found = simulate(RunQueue(servers, max_queued=places), poisson(Random(3), rate, mean_s))
@@ -150,7 +150,7 @@ def test_two_priorities_follow_queueing_theory() -> None:
 
 @pytest.mark.parametrize("times", [0.2, 0.8, 2.0, 5.0])
 def test_goodput_under_load(times: float) -> None:
-    """Fault F44: of use within ten times the mean: 0.9 of what is offered, or can be done, is done in time."""
+    """Fault F44: of use within ten times the mean: 0.9 of the offered requests, or of the capacity, end in time."""
     servers, mean_s = 4, 1.0
     rate = times * servers / mean_s
     requests = poisson(Random(11), rate, mean_s, timeout_s=10 * mean_s, cost=RunCost())

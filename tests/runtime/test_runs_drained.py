@@ -1,4 +1,4 @@
-"""Fault F29, the part of the session: it starts nothing more, lets what was asked for end, and then stops the rest."""
+"""Fault F29, the part of the session: it starts nothing more, lets accepted runs end, and then stops the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gated(gate: CoroutineGate) -> tuple[af.Tensor, af.Tensor]:
 
 
 async def test_accepted_runs_end_and_nothing_new_starts(graph: af.Graph, gate: CoroutineGate) -> None:
-    """Fault F29: runs in flight, and those that wait for their turn."""
+    """Fault F29: accepted are runs in flight, and runs that wait for their turn."""
     x, y = gated(gate)
     with graph:
         quick = x + 1
@@ -108,7 +108,7 @@ async def test_a_call_that_is_compiled_when_draining_begins_runs(graph: af.Graph
 
 
 async def test_a_run_whose_trace_cannot_be_written_is_over(graph: af.Graph, tmp_path: Path) -> None:
-    """Fault F29: `drain` does not wait for it; and one that is refused writes none."""
+    """Fault F29: `drain` does not wait for it; and a refused run writes no trace."""
     x = af.placeholder("int64", ())
     async with af.Session(graph) as session:
         with pytest.raises(FileNotFoundError):
@@ -172,7 +172,7 @@ async def test_an_abandoned_stream_is_stopped_after_the_grace(graph: af.Graph) -
 
 @pytest.mark.parametrize("close", [False, True])
 async def test_a_lone_member_of_a_batch_does_not_hold_the_session(graph: af.Graph, close: bool) -> None:
-    """What waits for others to join its batch is computed at once: no more come."""
+    """A member that waits for others to join its batch is computed at once: no more come."""
     with graph:
         x = af.placeholder("float32", (4,))
         y = af.batched(lambda row: row * 2, max_delay_s=FOR_EVER_S, max_size=8)(x)
@@ -201,7 +201,7 @@ async def test_closing_while_it_is_drained(graph: af.Graph, gate: CoroutineGate)
 
 
 async def test_draining_twice_and_cancelled(graph: af.Graph, gate: CoroutineGate) -> None:
-    """One that is cancelled stops nothing; another goes on."""
+    """A cancelled drain stops nothing; another one goes on."""
     x, y = gated(gate)
     async with af.Session(graph) as session:
         async with in_flight(session.run(y, {x: 1}), lambda: gate.started) as run:

@@ -1,4 +1,4 @@
-"""Runs of one session beside each other: small ones never wait for large ones, and what is ordered stays so.
+"""Runs of one session beside each other: small ones never wait for large ones, and ordered work stays in order.
 
 Large runs are held by a `threading.Event` until a test lets them go, so order is seen and no time is measured.
 """
@@ -57,7 +57,9 @@ async def test_a_small_run_beside_large_ones(work: WorkClock, graph: af.Graph, l
 
 
 async def test_a_first_run_beside_large_ones(graph: af.Graph) -> None:
-    """Fault F69, Behaviour 95: what was never measured does not wait for what is known to be long either."""
+    """Fault F69, Behaviour 95: a run that was never measured does not wait for runs that are known to be long
+    either.
+    """
     gate = ThreadGate()
     x = af.placeholder("int64", ())
     long, new = gate.op(x), af.op(outputs=INT, name="new")(lambda v: v + 1)(x)
@@ -173,7 +175,7 @@ def _assert_one_after_the_other(trace: af.Trace) -> Counter[str]:
 
 
 async def test_waiting_for_a_thread_is_not_computing(work: WorkClock, graph: af.Graph) -> None:
-    """Behaviour 101: of runs that queue for threads, each computes when it does, and what it waited has a name."""
+    """Behaviour 101: of runs that queue for threads, each computes in its own time, and its wait has a name."""
     probe = Probe(work, busy_ns=BUSY_NS)
     n = af.placeholder("int64", ())
     count = counting(probe, n)

@@ -1,4 +1,4 @@
-"""What waits for what it holds up: every such wait works, or is refused in words."""
+"""Runs that wait for work that they hold up: every such wait works, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ async def test_by_way_of_another_session(graph: af.Graph) -> None:
 
 
 async def test_what_ends_is_not_refused(graph: af.Graph) -> None:
-    """Fault F65: a run that needs no thread, one asked for by a coroutine, and one that begins after the op has
-    ended."""
+    """Fault F65: a run that needs no thread, a run of a coroutine, and a run that begins after the op has ended."""
     x = af.constant([1.0, 2.0])
     light, inner = x[0] + x[1], heavy(x)
     later: list[asyncio.Task[Any]] = []
@@ -127,7 +126,7 @@ async def test_the_applications_pool_is_full_of_callers(open_session: OpenSessio
 
 @pytest.mark.parametrize("ask", [_through_the_session, _through_asyncio])
 async def test_a_function_that_asks_stays_on_its_thread(ask: Ask, graph: af.Graph) -> None:
-    """However short its waits were: on the event loop's thread it would wait for what it holds up."""
+    """However short its waits were: on the event loop's thread the function would wait for a run that it holds up."""
     x = af.placeholder("float64", ())
     inner = x + 1.0
     threads: list[str] = []

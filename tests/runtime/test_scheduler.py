@@ -21,7 +21,7 @@ def at(name: str, *iterations: int) -> set[str]:
 
 @dataclass
 class Room:
-    """Stands in for what an iteration takes: so many fit at a time."""
+    """The stand-in for the memory of iterations: a fixed number fits at a time."""
 
     count: int
 
@@ -229,7 +229,7 @@ def test_an_iteration_begins_as_another_ends_if_there_is_memory_for_as_many(grap
 
 
 def test_a_late_loop_constant_reaches_the_iterations_already_started(graph: af.Graph) -> None:
-    """Behaviour 9: and those that start after it; no iteration ends before it has come."""
+    """Behaviour 9: and the iterations that start later; no iteration ends before it has come."""
     x = af.placeholder("int64", ())
     late, use = step("late")(x), step("use")
     loop = af.while_loop(

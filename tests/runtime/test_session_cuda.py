@@ -62,7 +62,7 @@ async def opened(graph: af.Graph, devices: list[str], **options: Any) -> AsyncIt
 
 
 def counting(count: int, parallel_iterations: int = 32) -> tuple[af.Graph, af.Tensor, af.Tensor]:
-    """A loop of as many kernels, which the host decides about; what it starts from, and what it gives."""
+    """A loop of `count` kernels, which the host decides about; its start and its result."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,))
         _, y = af.while_loop(
@@ -95,7 +95,7 @@ async def stepped(cupy: FakeCupy, is_so: Callable[[], Any]) -> None:
 
 
 async def settled(quantity: Callable[[], int]) -> int:
-    """What `quantity` gives once a hundred turns of the event loop do not change it."""
+    """Return the value of `quantity` once a hundred turns of the event loop do not change it."""
     before = -1
     while before != (now := quantity()):
         before = now
@@ -108,7 +108,7 @@ async def settled(quantity: Callable[[], int]) -> int:
 
 
 async def test_what_only_the_host_uses_is_not_copied(cupy: FakeCupy) -> None:
-    """What is fed to functions of the host, constants for them, and what they give to one another, or to a fetch."""
+    """Feeds of functions of the host, constants for them, and values between them, or for a fetch, are not copied."""
 
     @af.op(outputs=af.spec("float32", (40,)))
     def added(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -326,7 +326,7 @@ def _sum_of_vectors(x: af.Tensor, s: af.Tensor, captures: bool) -> af.Tensor:
 
 @pytest.mark.parametrize("captures", [False, True])
 async def test_regions_make_arrays_of_numbers_of_the_host(cupy: FakeCupy, captures: bool) -> None:
-    """What NumPy would make of them is on the host, where no kernel finds it."""
+    """NumPy's arrays would be on the host, where no kernel finds them."""
     with af.Graph() as graph:
         x, s = af.placeholder("float64", (3,)), af.placeholder("float64", ())
         y = _sum_of_vectors(x, s * 2.0 + 1.0, captures)
@@ -573,7 +573,7 @@ def test_importing_the_package_does_not_import_cupy(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("regions", [False, True])
 async def test_rows_of_a_store_never_make_the_host_wait(cupy: FakeCupy, regions: bool) -> None:
-    """Where rows are is a matter of the host, which rows are taken one of the card; so it is for their gradients."""
+    """The host knows where rows are, and the card has their values; so it is for their gradients."""
     with af.Graph() as graph:
         x, children = af.placeholder("float32", (None, 4)), af.placeholder("int64", (None, 2))
 
@@ -606,7 +606,7 @@ async def test_rows_of_a_store_never_make_the_host_wait(cupy: FakeCupy, regions:
 
 
 async def test_batched_calls_never_block_the_event_loop(cupy: FakeCupy) -> None:
-    """Members' rows come and go by copies that nobody waits for on the event loop."""
+    """Members' rows come and go by copies that the event loop does not wait for."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (64,))
         fn = af.batched(lambda x: af.tanh(x * 2), cost="none")

@@ -90,7 +90,7 @@ async def on_the_card(graph: af.Graph, seed: int = 0, **options: Any) -> AsyncIt
 
 
 def launched(cupy: FakeCupy) -> list[str]:
-    """The names of what was launched, copies aside."""
+    """Return the names of the launches, without copies."""
     return [name for _, name in cupy.engine.launches if "cop" not in name and name != "poison"]
 
 
@@ -228,7 +228,7 @@ class Programs:
     ("seed", "has_else"), [*((seed, True) for seed in range(8)), *((seed, False) for seed in range(8, 12))]
 )
 async def test_random_programs_give_what_the_cpu_gives(seed: int, has_else: bool) -> None:
-    """Without else branches those with branches are driven by the host."""
+    """Programs with branches without else are driven by the host."""
     with af.Graph() as graph:
         x, y = af.placeholder("float64", (4,)), af.placeholder("float64", (2, 2))
         k = af.placeholder("int64", ())

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong: every mistake is named at once, in the terms of the call that made it."""
+"""Mistakes of newcomers: every mistake is named at once, in the terms of the call that made it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sessions begin and end, and what they wait for before a run: whatever goes wrong, nothing is left behind."""
+"""The beginning and end of sessions, and their waits before a run: whatever goes wrong, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_closed_session_plans_nothing(cupy: FakeCupy, graph: af.Graph, d
 
 
 async def test_a_deadline_holds_while_another_session_writes(cupy: FakeCupy) -> None:
-    """What a CPU reads of a container is waited for before the run begins."""
+    """The wait for values that a CPU reads of a container comes before the run begins."""
     with af.Graph() as graph:
         v = af.Variable(ONES, name="v", container="deadlines")
         add = v.assign_add(ONES)

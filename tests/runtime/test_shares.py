@@ -1,4 +1,4 @@
-"""Whose turn it is among priorities: shares hold for turns of any length, and what is owed is not kept for ever."""
+"""Turns of priorities: shares hold for turns of any length, and debts are not kept for ever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_one_alone_has_all_turns_and_an_eighth_goes_to_each_other_one() -> None:
 @pytest.mark.parametrize("count", [2, 3, 8, 11])
 @pytest.mark.parametrize("seed", range(4))
 def test_shares_hold_for_turns_of_any_length(seed: int, count: int) -> None:
-    """Of what is taken while all wait, each has its share, but for what one turn takes; the first has the rest."""
+    """While all wait, each has its share of the time, within the length of one turn; the first has the rest."""
     random, shares = Random(seed), PriorityShares()
     costs = {priority: random.uniform(0.1, 10) for priority in range(count)}
     taken: Counter[int] = Counter()
@@ -34,7 +34,7 @@ def test_shares_hold_for_turns_of_any_length(seed: int, count: int) -> None:
 
 
 def test_debts_are_forgotten_with_the_waiting_members() -> None:
-    """One that comes again begins anew, and so does everybody once one was alone."""
+    """A member that comes again begins with no debt, and so do all members once one was alone."""
     shares = PriorityShares()
     for others in ([0], [0, 7]):
         for _ in range(7):

@@ -203,7 +203,7 @@ async def test_errors_name_the_node(runs: list[Run]) -> None:
 
 
 async def test_the_memory_limit_holds(runs: list[Run]) -> None:
-    """What passes it takes a scheduler after all, where it could wait for others to end."""
+    """A run that passes the limit takes a scheduler after all, where it could wait for others to end."""
     with af.Graph():
         x = af.placeholder("float32", (None,))
         outer = af.expand_dims(x, axis=0) * af.expand_dims(x, axis=1)

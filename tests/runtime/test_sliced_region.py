@@ -107,7 +107,7 @@ def firing_of(generator: Generator[bool | None, int | None, tuple[Any, ...]]) ->
 
 
 def iterations(clock: Clock, costs: Callable[[int], int]) -> Generator[bool | None, int | None, tuple[Any, ...]]:
-    """What generated code does at its back edges; `costs` gives the time of each iteration."""
+    """Act like generated code at its back edges; `costs` gives the time of each iteration."""
     budget: int | None = 1
     count = 0
     while True:
@@ -160,7 +160,7 @@ def test_the_budget_starts_again_where_a_loop_begins(clock: Clock) -> None:
 
 
 def test_waiting_says_nothing_about_the_budget(clock: Clock) -> None:
-    """Of a slice that ended early, as somebody has to be waited for, nobody knows how many iterations it had."""
+    """The number of iterations of a slice that ended early, for a wait, is unknown."""
 
     def waiting() -> Generator[Any, int | None, tuple[Any, ...]]:
         while True:
@@ -327,7 +327,7 @@ async def test_a_heavy_region_that_is_always_stopped_is_known(
 
 
 async def test_a_heavy_loop_behind_a_light_one(work: WorkClock, session: af.Session, graph: af.Graph) -> None:
-    """What the light one was allowed is not what the heavy one gets."""
+    """The budget of the light loop is not the heavy one's."""
     probe = Probe(work, busy_ns=HEAVY_NS)
     limit = af.placeholder("int64", ())
     rows = af.placeholder("float64", (64, 64))
@@ -415,7 +415,7 @@ async def test_concurrent_runs_of_a_heavy_region(work: WorkClock, session: af.Se
 
 
 async def test_all_results_of_a_loop(session: af.Session, graph: af.Graph) -> None:
-    """In any order, twice, and beside what they were made from."""
+    """Results in any order, twice, and beside their operands."""
     n = af.placeholder("int64", ())
     i, a, b = af.while_loop(lambda i, *_: i < n, lambda i, a, b: (i + 1, b, a + b), (0, n, 1))
     assert await session.run({"b": b, "pair": (a, a), "i": i, "n": n}, {n: 5}) == {

@@ -1,4 +1,4 @@
-"""Whose step is next, without an event loop: Fault F46 among pools, in whatever order things happen."""
+"""The order of steps, without an event loop: Fault F46 among pools, in whatever order events come."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_lowest_rank_never_waits_and_another_for_its_eighth() -> None:
 
 
 def test_a_left_stepper_counts_for_a_moment() -> None:
-    """Clients whose calls have ended ask again: who is behind them does not come between."""
+    """Clients whose calls have ended ask again: work behind them does not come between."""
     turns = StepTurns()
     first, last = stepper(turns, 0), stepper(turns, 5)
     turns.took(5, CARD, 9 * MS, 0, 0)
@@ -82,7 +82,7 @@ def test_other_places_and_room_beside() -> None:
 
 
 def test_of_one_rank_the_most_overdue_goes_first() -> None:
-    """By when each asked, and those with a deadline sooner than a second by that; it may be late for ever, though."""
+    """The first asked goes first, and a deadline sooner than a second counts; but a step may be late for ever."""
     turns = StepTurns()
     stepper(turns, 0)
     early, late, urgent = (stepper(turns, 5) for _ in range(3))

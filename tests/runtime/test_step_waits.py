@@ -1,4 +1,4 @@
-"""Pools and batches of one session that wait for each other: who makes how many steps, and that nobody is left over."""
+"""Pools and batches of one session that wait for each other: the steps of each, and that none is left over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.others import others_end
 from tests.vertex.evaluation import slotted, slotted_alone
 
 FEW, SOME, MANY = 40, 240, 4_000
-"""Iterations: of requests, and of those that they are held against."""
+"""Numbers of iterations: of requests, and of the requests that they are compared with."""
 
 
 class Steps:
@@ -40,7 +40,7 @@ class Steps:
 
 
 def steps_of(session: af.Session) -> Counter[str]:
-    """How many each loop has made."""
+    """Return how many steps each loop has made."""
     return Counter({name: each.calls for name, each in session.statistics().batches.items()})
 
 
@@ -176,7 +176,7 @@ def test_a_batch_with_a_delay_beside_a_pool(priority: int) -> None:
 
 
 def test_a_waiting_stepper_may_leave_and_may_become_more_important() -> None:
-    """A pool that is held goes on at once when somebody joins it who goes first; who leaves it leaves nothing over."""
+    """A held pool goes on at once when an important member joins it; a member that leaves it leaves nothing over."""
     program = Program(2)
 
     async def main() -> None:
@@ -198,7 +198,7 @@ def test_a_waiting_stepper_may_leave_and_may_become_more_important() -> None:
 
 
 def test_sets_of_one_run_ask_one_by_one() -> None:
-    """Those that are made one after another in a turn, beside calls that go first, and a pool that goes as they do."""
+    """Sets are made one after another in a turn, beside calls that go first, and a pool of the same rank."""
 
     with af.Graph() as graph:
         n, x = af.placeholder("int64", (), name="n"), af.placeholder("float64", (2,), name="x")
@@ -239,8 +239,9 @@ def test_sets_of_one_run_ask_one_by_one() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whoever_goes_first(seed: int) -> None:
-    """Fault F42: loops, batches and vertices of random priorities, cancelled at random: results are those of each by
-    itself."""
+    """Fault F42: loops, batches and vertices of random priorities, cancelled at random: each result is that of a single
+    run.
+    """
     program, random = Program(3), Random(seed)
     async with af.Session(program.graph, debug=True, seed=seed) as session:
 

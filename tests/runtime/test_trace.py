@@ -1,4 +1,4 @@
-"""What a trace records: all of its own runs, also while another one records, and nothing of other runs."""
+"""Records of a trace: all of its own runs, also while another trace records, and nothing of other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`value_and_grad`: of functions that build graphs, and of those that are awaited."""
+"""`value_and_grad`: of functions that build graphs, and of awaited functions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_several_arguments() -> None:
 
 
 async def test_aux() -> None:
-    """What is only passed on."""
+    """The auxiliary result is only passed on."""
     fn = af.function(lambda x: (x * x, {"twice": x * 2.0}))
     assert await af.value_and_grad(fn, has_aux=True)(3.0) == ((9.0, {"twice": 6.0}), 6.0)
 

@@ -1,4 +1,4 @@
-"""New versions of variables: what is replaced, what is refused with nothing changed, and what is left over."""
+"""New versions of variables: replaced values, refusals that change nothing, and the rest after a swap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Gated:
-    """A program that reads a variable before and after it waits, and one that writes it there."""
+    """A program that reads a variable before and after it waits, and a program that writes it there."""
 
     def __init__(self, shape: tuple[int, ...] = (2,)) -> None:
         self.gate = asyncio.Event()
@@ -59,7 +59,7 @@ class Gated:
 
 
 async def test_a_checkpoint_becomes_the_next_version(tmp_path: Path) -> None:
-    """Another graph may have written it, and have more in it; what is prepared goes on with the new values."""
+    """Another, larger graph may have written the checkpoint; prepared calls go on with the new values."""
     with af.Graph() as trained:
         w = af.Variable(np.full(2, 3, np.float32), name="w")
         af.Variable(np.ones(5), name="momentum").read()
@@ -237,7 +237,9 @@ async def test_a_swap_while_a_graph_is_compiled_beside(monkeypatch: pytest.Monke
 
 
 async def test_a_plan_whose_run_was_cancelled_meanwhile_has_the_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled beside goes on for later runs, and is kept; so it is renewed as those are that have run."""
+    """A plan that was compiled beside goes on for later runs, and is kept; so it is renewed like plans that have
+    run.
+    """
     monkeypatch.setattr(plans_module, "_compiles_soon", lambda _: False)
     program = Gated()
     async with af.Session(program.graph) as session:
@@ -274,7 +276,7 @@ async def test_others_go_on_while_plans_are_compiled() -> None:
 
 
 async def test_new_kinds_of_runs_do_not_keep_a_swap_from_happening(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes whenever a plan was compiled; the last ones are compiled before anybody else goes on."""
+    """A new kind comes whenever a plan was compiled; the last ones are compiled before any other coroutine goes on."""
     program = Gated()
     with program.graph:
         many = [program.w.read() * k for k in range(60)]
@@ -296,7 +298,9 @@ async def test_new_kinds_of_runs_do_not_keep_a_swap_from_happening(monkeypatch: 
 
 
 async def test_a_writer_that_begins_while_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked for again right before the flip; one that was asked for before, and begins later, is of the new."""
+    """Writers are looked for again right before the flip; a writer that was asked for before, and begins later, is of
+    the new version.
+    """
     program = Gated()
     async with af.Session(program.graph) as session:
         await session.run(program.twice)

@@ -1,4 +1,4 @@
-"""`VertexPool`: who joins and leaves between sets, what their rows take, and what is told at the end."""
+"""`VertexPool`: members that join and leave between sets, the memory of their rows, and the report at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABEL = "vertex_map/slotted"
 
 
 class Trees:
-    """A graph with a shared vertex map, and what it is to give for chains."""
+    """A graph with a shared vertex map, and its expected results for chains."""
 
     def __init__(self, function: af.VertexFunction = slotted) -> None:
         with af.Graph() as self.graph:
@@ -93,7 +93,7 @@ async def test_a_kept_error_keeps_no_rows_of_others() -> None:
 
 
 async def test_a_run_without_room_for_its_rows() -> None:
-    """88: It alone fails; those that came with it have their results."""
+    """Behaviour 88: only that run fails; runs that came with it have their results."""
     trees = Trees()
     async with af.Session(trees.graph, memory_limit=400_000, debug=True) as session:
         runs = (session.run(trees.roots, trees.feeds(length)) for length in (3, 20_000, 5))
@@ -110,7 +110,7 @@ async def test_a_run_without_room_for_its_rows() -> None:
 
 @pytest.mark.usefixtures("work")
 async def test_rows_stand_there_once_while_a_set_is_computed_in_halves() -> None:
-    """Where memory is short for a set of all, each half finds room: at every halving there was one copy of all more."""
+    """Each half finds room if memory is short for a set of all: at every halving there was one copy of all more."""
 
     @af.vertex_function(state=af.spec("float64", (64,)), children=1)
     def wide(v: af.Vertex) -> None:

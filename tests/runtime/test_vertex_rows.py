@@ -29,7 +29,7 @@ class Member:
 
 
 def member(number: int, arity: int | None) -> Member:
-    """One whose states are its own rows and those of its children, with what stands for one that is not there."""
+    """Return a member whose states are its own rows plus its children's, with a value for a missing child."""
     random = np.random.default_rng(number)
     graph = forest(random, random.integers(1, 8, int(random.integers(0, 3))).tolist())
     own, initial = random.normal(size=(graph.n_vertices, 2)), np.full(2, float(number % 2))
@@ -48,7 +48,7 @@ def sets_of(graph: Any, initial: Any, own: Any) -> RunOfSets:
 
 
 def in_groups(rows: VertexRows[Member], arity: int | None) -> list[tuple[Member, list[Any]]]:
-    """Has those join that wait; gives those without vertices."""
+    """Let waiting members join; return the ones without vertices."""
     together, empty = rows.take_waiting()
     for members in together:
         graph = af.InputGraph(*joined([each.sets for each in members]))
@@ -117,7 +117,7 @@ def test_each_run_has_its_own_rows(seed: int, arity: int | None) -> None:
 
 
 def test_a_run_with_few_sets_waits_for_no_other() -> None:
-    """It leaves with its own last set, whatever the sets of those that joined with it."""
+    """The run leaves with its own last set, whatever the sets of runs that joined with it."""
     rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
     for length in (2, 5, 3):
         sets = sets_of(af.InputGraph.chain([length]), np.zeros(2), np.ones((length, 2)))
@@ -165,7 +165,7 @@ def test_an_order_of_several_graphs(arity: int | None) -> None:
 def test_what_would_shift_others_is_put_in_order_apart(
     offsets: list[int], children: list[int], samples: list[int]
 ) -> None:
-    """88: Arrays that do not fit one another stand beside nobody's."""
+    """Behaviour 88: arrays that do not fit one another share no group."""
     graph = [np.array(x, np.int64) for x in (offsets, children, samples)]
     inputs = (*graph, np.zeros(2), np.ones((max(len(offsets) - 1, 0), 2)))
     wrong = Member(RunOfSets.of(inputs, InputCounts(3, 1, 1, 0), ["x"]), None, None)

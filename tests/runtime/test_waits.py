@@ -1,4 +1,4 @@
-"""Firings that waited in line leave nothing behind, with nobody to look for reference cycles."""
+"""Firings that waited in line leave nothing behind, even without a search for reference cycles."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_nothing_is_held_once_an_element_has_come(regions: bool) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 async def test_batches_of_runs_that_pass_the_memory_limit_together() -> None:
-    """Those that did not fit beside the others find their memory free when it is their turn, and none fails."""
+    """Runs that did not fit beside the others find their memory free when it is their turn, and none fails."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (SIZE,))
         y = af.batched(lambda row: af.sum(row, axis=0))(af.sin(x * 0.0) + x)

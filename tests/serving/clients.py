@@ -55,6 +55,6 @@ async def answer(app: Any, path: str = "/") -> Client:
 
 
 async def health(endpoint: HealthEndpoint) -> tuple[int, list[str]]:
-    """What an endpoint answers: the status, and the reasons."""
+    """Return the answer of an endpoint: the status, and the reasons."""
     client = await answer(endpoint)
     return client.status, json.loads(client.body).get("reasons", [])

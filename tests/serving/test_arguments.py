@@ -1,4 +1,4 @@
-"""What a server is made of is checked where it is given: not by the first request, nor in a log."""
+"""Arguments of a server are checked where they are given: not by the first request, nor in a log."""
 
 from __future__ import annotations
 

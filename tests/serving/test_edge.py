@@ -299,7 +299,7 @@ class Broken(Exception):
 
 
 def chained(error: Exception) -> Exception:
-    """What Starlette makes of an error whose handler came too late."""
+    """Return Starlette's error for an error whose handler came too late."""
     try:
         raise RuntimeError("response already started") from error
     except RuntimeError as found:

@@ -1,4 +1,4 @@
-"""Whether a process lives and may be sent requests; with the phases of a server's life, in `test_lifespan`."""
+"""Health of a process: it lives, and may be sent requests; with the phases of a server's life, in `test_lifespan`."""
 
 from __future__ import annotations
 

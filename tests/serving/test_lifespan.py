@@ -28,7 +28,9 @@ ONE = np.int64(1)
 
 
 class Model:
-    """A program that waits until it is let go, one that is never let go, and one that streams until it is stopped."""
+    """A program that waits until it is released, another that is never released, and a stream that ends when it is
+    stopped.
+    """
 
     def __init__(self) -> None:
         self.gate, self.shut = CoroutineGate(), CoroutineGate()
@@ -240,7 +242,7 @@ def heard() -> Any:
 
 
 async def test_sigterm_drains_before_the_server_stops(heard: list[int]) -> None:
-    """Fault F29: in flight when it comes: one run that ends in time, one that does not, and a stream."""
+    """Fault F29: in flight at the signal are a run that ends in time, another that does not, and a stream."""
     answers: list[httpx.Response] = []
     for grace_s in DEADLINES_S:
         answers.append(await drained_by_sigterm(grace_s))
@@ -251,7 +253,7 @@ async def test_sigterm_drains_before_the_server_stops(heard: list[int]) -> None:
 
 
 async def drained_by_sigterm(grace_s: float) -> httpx.Response:
-    """What the one is answered that may end; the others are stopped."""
+    """Return the answer of the run that may end; the others are stopped."""
     model = Model()
 
     async def hangs(request: Request) -> PlainTextResponse:

@@ -182,7 +182,7 @@ async def test_failed_calls_equal_the_sessions_count() -> None:
 
 @pytest.mark.parametrize("activations", [1, 3])
 async def test_every_step_of_a_pool_is_counted(activations: int) -> None:
-    """Also where many are made in one go, as those are of an activation that is alone."""
+    """Several steps in one go count, too, such as the steps of an activation that is alone."""
     with af.Graph() as graph:
         x = af.placeholder("int64", (), name="x")
         y = af.while_loop(lambda i: i < 400, lambda i: i + 1, x, pool=af.Pool(4), name="pool")

@@ -1,4 +1,4 @@
-"""What `prometheus-client` is given: the snapshot, in its own classes."""
+"""The metrics for `prometheus-client`: the snapshot, in its own classes."""
 
 from __future__ import annotations
 

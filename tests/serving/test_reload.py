@@ -1,4 +1,4 @@
-"""New checkpoints while a session serves: a run sees one version (Fault F49), and what is damaged changes nothing."""
+"""New checkpoints while a session serves: a run sees one version (Fault F49), and a damaged step changes nothing."""
 
 from __future__ import annotations
 

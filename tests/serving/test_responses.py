@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: every public error has one, and none tells a client what is not its own."""
+"""Errors as HTTP responses: every public error has one, and none tells a client about others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MADE: dict[type, BaseException] = {
     af.OverloadedError: af.OverloadedError("busy", retry_after_s=1.2),
     af.DeadlineExceeded: af.DeadlineExceeded("late, while these waited:\n  secret/matmul, built at model.py:7"),
 }
-"""Those that need more than a message, or whose response depends on it."""
+"""Errors that need more than a message, or whose response depends on it."""
 
 STATUSES = {
     af.FeedError: 422,

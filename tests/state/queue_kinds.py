@@ -14,7 +14,7 @@ from asyncflow.graph.values import nest
 
 @dataclass(frozen=True, slots=True)
 class QueueKind:
-    """How tests make a queue of one kind, and what its elements look like.
+    """A kind of queue in tests: its constructor, and the form of its elements.
 
     Attributes:
         make: makes a queue of a capacity, a spec and a name.

@@ -1,4 +1,4 @@
-"""Which state a session finds for a resource, and how long it lives."""
+"""The state that a session finds for a resource, and its lifetime."""
 
 from __future__ import annotations
 

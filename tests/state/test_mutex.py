@@ -17,7 +17,7 @@ Run = Callable[..., Awaitable[Any]]
 
 
 class Inside:
-    """Coroutine ops that say who is in a section; two at a time are noted."""
+    """Coroutine ops that enter and leave a section; two at a time are noted."""
 
     def __init__(self) -> None:
         self.now = self.most = self.count = 0
@@ -37,7 +37,7 @@ class Inside:
 
 
 async def test_read_add_write_loses_nothing(session: af.Session, graph: af.Graph) -> None:
-    """Behaviour 70: what may lose updates without it, and without `atomic`, is exact."""
+    """Behaviour 70: a program that may lose updates without a mutex, and without `atomic`, is exact."""
     lock, v, inside = af.Mutex(name="lock"), af.Variable(0, name="v"), Inside()
     with lock:
         write = v.assign(inside.visit(v.read()) + 1)
@@ -61,7 +61,7 @@ async def test_sections_of_one_run_follow_one_another(session: af.Session, graph
 
 
 async def test_a_section_in_a_loop(session: af.Session, graph: af.Graph) -> None:
-    """Iterations enter one after the other, and so do those of runs beside."""
+    """Iterations enter one after the other, and so do iterations of parallel runs."""
     lock, v, inside = af.Mutex(name="lock"), af.Variable(0, name="v"), Inside()
 
     def body(i: Any) -> Any:
@@ -162,7 +162,7 @@ def test_a_section_in_itself_is_refused(graph: af.Graph) -> None:
 
 
 async def test_a_barrier_lets_n_go_on_at_once(session: af.Session, graph: af.Graph) -> None:
-    """And then the next n; who gives up has not come."""
+    """The next n follow; a coroutine that gives up has not come."""
     barrier = af.Barrier(3, name="b")
     x = af.placeholder("int64", ())
     with af.control_dependencies([barrier.wait()]):

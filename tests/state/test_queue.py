@@ -39,11 +39,11 @@ class World:
     """Actors, each with operations to do one after the other, on one queue; a move is a step of one of them.
 
     Attributes:
-        copies: what each actor has on a thread, that of operations which it has given up among it; not none in a world
+        copies: the copies of each actor on a thread, also of operations that it has given up; not none in a world
             in which all elements are large.
         put: the elements that went in, in that order.
-        got: for each take, in the order in which they ended, what it got.
-        errors: what operations ended with, with the operation.
+        got: elements of each take, in the order in which takes ended.
+        errors: errors of operations, with the operation.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class World:
         self.next = 0
 
     def moves(self) -> list[Move]:
-        """What may happen next."""
+        """Return the possible next moves."""
         found: list[Move] = [("copied", actor) for actor, copies in enumerate(self.copies) if copies]
         for actor, place in enumerate(self.places):
             if place is not None:
@@ -154,7 +154,7 @@ class World:
         )
 
     def check(self) -> None:
-        """What holds after every move."""
+        """Check the invariants after every move."""
         state = self.state
         held = [int(element[0]) for element in state.capture().elements]
         taken = [value for batch in self.got for value in batch]
@@ -351,7 +351,9 @@ def test_close_lets_waiting_putters_in() -> None:
 
 
 def test_a_snapshot_is_taken_by_reference() -> None:
-    """Behaviour 79: one moment of the elements; who waits is no part of it, and is served by what comes back."""
+    """Behaviour 79: a snapshot is one moment of the elements; it has no waiting places, which are served by restored
+    elements.
+    """
     for order in ORDERS.values():
         state, other, third = (QueueState("q", order(), 5) for _ in range(3))
         elements = elements_of((3, 1, 4, 1, 5))
@@ -378,7 +380,7 @@ def test_a_snapshot_is_taken_by_reference() -> None:
 
 @pytest.mark.parametrize("ends", ["leaves", "claims"])
 def test_a_take_that_copies_gives_nothing_to_restored_elements(ends: str) -> None:
-    """What is in its hand was taken from the queue as it was before."""
+    """The elements in its hand were taken from the queue as it was before."""
     state = QueueState("q", ArrivalOrder(), 9, specs=[af.spec("int64", ())])
     state._element_bytes = LARGE_BYTES + 1
     state.put(elements_of([1, 2, 3]), "put", lambda _: ())
@@ -397,7 +399,7 @@ def test_a_take_that_copies_gives_nothing_to_restored_elements(ends: str) -> Non
 
 
 def test_elements_go_back_to_their_places_whatever_was_taken_meanwhile() -> None:
-    """Also those of two runs, the later of which gives its own back first; not to what was restored meanwhile."""
+    """Two runs give elements back, the later one first; elements do not go back to a queue restored meanwhile."""
     for order in (ArrivalOrder(), PriorityOrder(), BucketOrder(lambda element: int(element[0]) % 2)):
         state = QueueState("q", order, 9)
         state.put(elements_of([1, 2, 3, 4]), "put", lambda _: ())
@@ -454,7 +456,7 @@ def test_a_waiting_place_is_told_when_the_state_ends() -> None:
 
 
 def test_many_are_woken_one_after_the_other() -> None:
-    """One put serves thousands who wait, without a stack as deep."""
+    """One put serves thousands of waiting takes, without a stack as deep."""
     state = QueueState("q", ArrivalOrder(), 5000)
     got: list[Any] = []
     for _ in range(5000):
@@ -483,7 +485,7 @@ def test_a_wake_that_raises_does_not_keep_others_asleep() -> None:
 
 
 def test_lines_are_forgotten_after_a_fork() -> None:
-    """Fault F27: those who wait do so in the parent; in the child nobody stands behind them."""
+    """Fault F27: places wait in the parent; in the child no coroutine stands behind them."""
     state = QueueState("q", ArrivalOrder(), 1)
     waiting = take(state, 1)
     state.lock.acquire()  # as a thread of the parent's had it

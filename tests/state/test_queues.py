@@ -35,7 +35,7 @@ def fifo(capacity: int = 10, spec: Any = INT, **options: Any) -> af.FIFOQueue:
 
 
 async def asleep(count: int = 5) -> None:
-    """Lets everybody else go on."""
+    """Let all other coroutines go on."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -202,7 +202,7 @@ async def test_a_wait_holds_up_nothing_else(session: af.Session, graph: af.Graph
 
 
 async def test_a_batch_takes_all_or_nothing(session: af.Session, graph: af.Graph) -> None:
-    """Behaviour 78: who waits for three leaves two to those who come later, and no others: nobody overtakes."""
+    """Behaviour 78: a take of three leaves two elements, but no later take gets them: nothing overtakes."""
     queue = fifo()
     await session.run(queue.enqueue_many([1, 2]))
     batch = await started(session, queue.dequeue_many(3))
@@ -281,7 +281,9 @@ async def test_closing_the_session_ends_all_waiting(open_session: OpenSession, g
 
 
 async def test_close(session: af.Session, graph: af.Graph) -> None:
-    """Behaviour 78: what is left can be taken; who can get nothing any more is woken, and told how much is left."""
+    """Behaviour 78: remaining elements can be taken; a take that can get nothing any more is woken, and its error has
+    the number left.
+    """
     queue = fifo()
     await session.run(queue.enqueue_many([1, 2, 3]))
     batch = await started(session, queue.dequeue_many(4))
@@ -375,7 +377,7 @@ async def test_a_queue_in_a_container(open_session: OpenSession, graph: af.Graph
 
 
 async def test_a_reset_tells_coroutines_that_wait() -> None:
-    """What they wait for would come to the new queue."""
+    """Their elements would come to the new queue."""
     queue = fifo(1, container="test")
     waiting = [asyncio.ensure_future(each) for each in (queue.get(), queue.get_many(1))]
     await asleep()
@@ -580,7 +582,9 @@ async def test_rows_put_in_by_a_loop(session: af.Session, graph: af.Graph) -> No
 
 @pytest.mark.usefixtures("work")
 async def test_a_hand_over_is_a_few_calls() -> None:
-    """Who can be served at once costs neither a task nor a future, and in a loop nothing is interpreted."""
+    """An operation that can be served at once costs neither a task nor a future, and in a loop nothing is
+    interpreted.
+    """
     queue, count = af.FIFOQueue(1000, INT, name="q"), 200
     with af.Graph() as graph:
 
@@ -635,7 +639,7 @@ async def test_a_waiting_firing_is_served_while_its_run_is_busy(regions: bool) -
 
 
 async def test_two_that_wait_in_one_run_are_served_in_order(session: af.Session, graph: af.Graph) -> None:
-    """And runs in the order in which they came, though nobody had to be woken: a second take comes after the first."""
+    """Runs go in the order in which they came, though none had to be woken: a second take comes after the first."""
     queue, room = fifo(), fifo(1)
     takes = [queue.dequeue(), room.dequeue(), queue.dequeue()]
     puts = [queue.enqueue_many([1, 2]), room.enqueue(7)]

@@ -226,7 +226,7 @@ async def test_gathers_go_over_rows_and_writes_do_not(graph: af.Graph, run: Runn
 
 
 async def test_no_gradient_flows_through_rows(graph: af.Graph, run: Runner) -> None:
-    """Rows are data, as a feed is: what is computed with them has its gradient, and it ends at them."""
+    """Rows are data, like a feed: values computed from them have gradients, which end at the rows."""
     table, w = af.Table(3, af.spec("float64", ()), name="t"), af.Variable(2.0)
     x = af.placeholder("float64", ())
     written = table.write(0, x * w)

@@ -132,7 +132,7 @@ def hasty_threads() -> Iterator[None]:
 
 
 def test_fault_50_readers_on_other_threads_see_whole_rows(hasty_threads: None) -> None:
-    """F50: two writers and two readers of one row of many parts; no one sees parts of two writes."""
+    """F50: two writers and two readers of one row of many parts; no reader sees parts of two writes."""
     table = state(2, **{f"x{k}": af.spec("int64", ()) for k in range(20)})
     torn: list[set[int]] = []
     done = threading.Event()
@@ -160,7 +160,7 @@ def test_fault_50_readers_on_other_threads_see_whole_rows(hasty_threads: None) -
 
 
 def test_a_write_is_in_place_and_touches_its_rows_alone() -> None:
-    """Which is why it costs the same whatever the table has: no memory is new, and nothing else is looked at."""
+    """This is why a write costs the same for any size of table: it takes no new memory, and reads no other rows."""
     table = state(100_000)
     (column,) = table._columns
     table._columns = [Noting(column)]  # type: ignore[list-item]

@@ -405,7 +405,7 @@ def test_a_write_that_loses_many_races_has_the_others_wait() -> None:
 
 
 async def test_writers_of_whole_arrays_are_never_mixed() -> None:
-    """Fault F50: sessions on three threads assign to one variable; what is read one of them has written."""
+    """Fault F50: sessions on three threads assign to one variable; each read returns the value of one write."""
     names = range(3)
     with af.Graph() as graph:
         v = af.Variable(np.zeros(1000), name="v", container="f50")

@@ -1,4 +1,4 @@
-"""Work given to a stream, and what has come of it."""
+"""Work given to a stream, and its results."""
 
 from __future__ import annotations
 

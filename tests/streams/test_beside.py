@@ -42,7 +42,7 @@ def _exit() -> None:
 
 
 async def test_it_needs_no_thread_of_the_applications_pool() -> None:
-    """F64: its only thread waits for what is called beside it."""
+    """F64: its only thread waits for the call beside it."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as pool:
         waiting = loop.run_in_executor(pool, lambda: asyncio.run_coroutine_threadsafe(_sum(), loop).result(PATIENCE_S))
@@ -83,7 +83,7 @@ def test_virtual_time_stands_still_meanwhile() -> None:
 
 
 async def test_a_thread_that_ends_slowly_refers_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waited may go on, and count what is alive, while the thread is still on its way out."""
+    """The waiting code may go on, and count live objects, while the thread is still on its way out."""
     may_end = threading.Event()
     whole = Latch.set
 

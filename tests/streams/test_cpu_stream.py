@@ -135,7 +135,7 @@ def test_what_the_work_held_is_freed_before_the_loop_is_told(is_method: bool) ->
             return False
 
         def call_later(self, *_timer: object, **_options: object) -> None:
-            """Nobody turns this loop."""
+            """Ignore timers: this loop never runs."""
 
         def call_soon_threadsafe(self, callback: object) -> None:
             self.alive_when_woken = watch()

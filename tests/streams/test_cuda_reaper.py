@@ -180,7 +180,7 @@ async def test_many_tickets_cost_few_sleeps_and_one_wake_up(bench: Bench) -> Non
 
 
 async def test_more_tickets_than_there_are_events_to_sleep_on(bench: Bench) -> None:
-    """On a card the 57th blocks who records it, and this test is the one that has paused the stand-in."""
+    """On a card the 57th blocks the thread that records it, and here this test has paused the stand-in."""
     order: list[int] = []
     for _ in range(2):
         bench.cupy.pause()
@@ -493,7 +493,7 @@ def test_tickets_that_were_posted_to_a_loop_which_then_closed_are_dropped(bench:
             return self.closed.is_set()
 
         def call_later(self, *_timer: object, **_options: object) -> None:
-            """Nobody turns this loop."""
+            """Ignore timers: this loop never runs."""
 
         def call_soon_threadsafe(self, callback: object) -> None:
             woken.set()
@@ -527,7 +527,7 @@ async def test_a_different_loop_is_refused_while_tickets_are_pending(bench: Benc
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_stress(cupy: FakeCupy, seed: int) -> None:
-    """2,000 tickets of three streams, some of which nobody waits for any more: each is delivered once and in order."""
+    """2,000 tickets of three streams, some without a waiter any more: each is delivered once and in order."""
     draw = random.Random(seed)
     benches = [Bench(cupy, f"cuda:0/{k}") for k in range(3)]
     executed: list[list[int]] = [[], [], []]

@@ -285,7 +285,7 @@ async def test_events_are_used_again_without_references(cupy: FakeCupy) -> None:
 
 
 async def test_an_event_in_a_dead_cycle_can_be_used_again(cupy: FakeCupy) -> None:
-    """The garbage collector finalizes all of a cycle, the card's event too if nobody else refers to it."""
+    """The garbage collector finalizes all of a cycle, the card's event too if nothing else refers to it."""
     async with opened(cupy) as stream:
         cycle: list[object] = [stream.record()]
         cycle.append(cycle)

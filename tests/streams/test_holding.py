@@ -1,4 +1,4 @@
-"""What counts as part of a run: whatever is asked for inside it, while it goes on."""
+"""Parts of a run: every request inside it, while it goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_parts_of_parts() -> None:
 
 
 async def test_a_task_that_outlives_its_run_is_no_part_of_it(graph: af.Graph) -> None:
-    """`max_runs` counts what it runs then: it has no run any more that would wait for it."""
+    """`max_runs` counts the task's later runs: no run waits for it any more."""
     gate = CoroutineGate()
     left: list[asyncio.Task[Any]] = []
     x = af.placeholder("int64", ())

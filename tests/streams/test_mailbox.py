@@ -31,7 +31,7 @@ class FakeLoop:
 
 
 def make() -> tuple[FakeLoop, Mailbox[object], list[object]]:
-    """A mailbox whose items are noted; those that can be called are called instead."""
+    """Return a mailbox whose items are noted; callable items are called instead."""
     loop, got = FakeLoop(), list[object]()
 
     def deliver(item: object) -> None:

@@ -470,7 +470,7 @@ def test_time_stands_still_while_another_thread_works() -> None:
 
 
 def test_silence_is_no_deadlock_while_a_thread_waits_for_the_loop() -> None:
-    """What the thread waits for may be what another thread of the program brings."""
+    """Another thread of the program may bring the result that the thread waits for."""
 
     async def main() -> str:
         loop = clock()

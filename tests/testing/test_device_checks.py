@@ -68,7 +68,7 @@ class Careless(Renamed):
 
 
 class Open(Renamed):
-    """It has a stream that nobody ends."""
+    """A device with a stream that is never closed."""
 
     @property
     def streams(self) -> tuple[ThreadStream, ...]:

@@ -1,4 +1,4 @@
-"""What type checkers see of decorated functions and of control flow: checked by mypy and pyright, and run as a test.
+"""Types of decorated functions and of control flow: checked by mypy and pyright, and run as a test.
 
 Every `assert_type` is for the type checker; a line with a ``type: ignore`` in it has to be wrong, or mypy complains.
 """
@@ -32,7 +32,7 @@ class State:
 
 @af.function
 def norm(x: Vector, order: int = 2) -> af.Tensor:
-    """An annotation that describes an array, and one that makes a number part of the trace."""
+    """A function with an annotation that describes an array, and another that makes a number part of the trace."""
     return af.sum(abs(x) ** order) ** (1 / order)
 
 

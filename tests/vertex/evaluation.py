@@ -1,4 +1,4 @@
-"""Vertex functions, and what they give vertex after vertex in plain NumPy."""
+"""Vertex functions, and their results vertex after vertex in plain NumPy."""
 
 from __future__ import annotations
 

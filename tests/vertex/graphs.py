@@ -1,4 +1,4 @@
-"""Random batches of graphs, and what they mean in plain Python."""
+"""Random batches of graphs, and their meaning in plain Python."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def sets(found: Any) -> list[list[int]]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two graphs of arrays are equal."""
+    """Return True if two graphs of arrays are equal."""
     parts = [(x.offsets, x.children, x.samples, x.heights) for x in (a, b)]
     if (a.types is None) != (b.types is None):
         return False

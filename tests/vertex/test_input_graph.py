@@ -91,7 +91,7 @@ def test_slices_are_batches_of_samples(graph: af.InputGraph) -> None:
 @settings(max_examples=40)
 @given(graph=batches())
 def test_heights_are_known(graph: af.InputGraph) -> None:
-    """Of what is made of arrays, and of batches and slices."""
+    """Graphs made of arrays, batches and slices have heights."""
     for part in (graph, graph[1:3], graph[::-1], af.InputGraph.chain([3, 0, 2])):
         np.testing.assert_array_equal(part.heights, heights(part))
     assert same(replace(graph, heights=None), graph)

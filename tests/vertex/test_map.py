@@ -78,8 +78,7 @@ async def test_fan_in_may_vary(graph: af.Graph, run: Run, lift_parts: bool) -> N
 async def test_gradients_of_shared_children_add(
     graph: af.Graph, run: Run, function: Any, alone: Callable[..., Any], lift_parts: bool
 ) -> None:
-    """Behaviour 81: against central differences, of what is pulled, of `initial`, and of a weight around the
-    function."""
+    """Behaviour 81: gradients of pulled values, of `initial`, and of a weight around the function equal differences."""
     rng = np.random.default_rng(3)
     batch = forest(rng, [4, 2, 5])
     x0, scale0, weights = rng.normal(size=(11, 2)), 0.7, rng.normal(size=11)
@@ -131,8 +130,9 @@ async def test_two_types(graph: af.Graph, run: Run, policy: str) -> None:
 
 @pytest.mark.parametrize("streams", [1, 2])
 async def test_children_of_balanced_trees(graph: af.Graph, run: Run, streams: int) -> None:
-    """Behaviour 80: they stand at even distances in the store, so that reading them may give a view, which nobody
-    writes to."""
+    """Behaviour 80: children are evenly spaced in the store, so that reading them may give a view, which is
+    read-only.
+    """
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)
     def mixed(v: Any) -> None:

@@ -17,7 +17,7 @@ DEVICES = ["cpu:0", "cpu:1"]
 
 @af.vertex_function(state=af.spec("float64", (H,)), children=2)
 def elsewhere(v: Any) -> None:
-    """As `slotted`; what is eager and what is lazy is on another device than the sets."""
+    """As `slotted`; eager and lazy nodes are on another device than the sets."""
     with af.device("cpu:1"):
         own = v.pull() @ W
     h = af.tanh(own + v.gather(0) @ U - v.gather(1) @ V)
@@ -54,7 +54,7 @@ async def test_nodes_are_where_they_are_asked_to(regions: bool, streams: int) ->
 
 
 async def test_loops_of_two_parts_are_shared_out() -> None:
-    """Nobody says where; the products of each part are on a device of their own."""
+    """No device is requested; the products of each part are on a device of their own."""
     hidden = 512
     u = np.ones((hidden, hidden), np.float32) / hidden
 

@@ -1,4 +1,4 @@
-"""What newcomers get wrong, and what a run finds: each message says what to do, and names the user's line."""
+"""Mistakes of newcomers, and errors found in a run: each message says what to do, and names the user's line."""
 
 from __future__ import annotations
 

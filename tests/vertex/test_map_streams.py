@@ -154,7 +154,7 @@ def test_a_function_is_called_once_for_all_parts() -> None:
 
 
 def two_loops(hidden: int) -> tuple[af.Graph, af.Tensor, dict[af.Tensor, Any]]:
-    """A product in each set, and what it is fed."""
+    """A product in each set, and its feeds."""
     rng = np.random.default_rng(0)
     u = rng.normal(size=(hidden, hidden)).astype(np.float32) / hidden
 

@@ -92,7 +92,9 @@ def test_depth_counts_from_the_top() -> None:
 
 
 def test_agenda_waits_for_more_of_a_kind() -> None:
-    """Two sentences of words (0), of which one has one more phrase (1), and a sentence (2) each: one set of those."""
+    """Two sentences of words (0), one with a phrase (1) more than the other, and a sentence (2) each: one set of
+    sentences.
+    """
     graph = af.InputGraph.batch(
         [
             af.InputGraph.from_parents([1, 2, -1], [0, 1, 2]),
@@ -159,7 +161,7 @@ def test_a_deep_chain_with_a_second_way(policy: str) -> None:
 @settings(max_examples=100)
 @given(lengths=st.lists(st.integers(0, 4), max_size=4), data=st.data())
 def test_near_chains_are_no_chains(lengths: list[int], data: st.DataObject) -> None:
-    """Those of one length are told by their arrays, of which no number may be another."""
+    """Chains of one length are recognized by their arrays, of which no number may differ."""
     graph = af.InputGraph.chain(lengths)
     arrays = [np.array(x) for x in (graph.offsets, graph.children, graph.samples)]
     assert are_equal_chains(*arrays) == (len(set(lengths)) == 1 and lengths[0] > 0)
@@ -188,7 +190,7 @@ def test_types_far_apart() -> None:
 
 
 class Malformed:
-    """Arrays that nobody has looked at."""
+    """Arrays without a check."""
 
     def __init__(
         self,
@@ -247,7 +249,7 @@ async def test_feeds_are_checked(session: af.Session) -> None:
 
 
 def tree(*heights: int) -> Malformed:
-    """((0, 1), 3), of heights that nobody has looked at."""
+    """((0, 1), 3), with heights without a check."""
     return Malformed([0, 0, 0, 2, 2, 4], [0, 1, 2, 3], [0, 5], heights=list(heights))
 
 
@@ -286,7 +288,7 @@ def test_heights_are_checked(fault: str, arity: int | None) -> None:
 @settings(max_examples=40)
 @given(graph=batches(), data=st.data())
 def test_any_heights_that_rise_will_do(graph: Any, data: st.DataObject) -> None:
-    """Those that stand lower are computed first, and an error is told if a child is not lower."""
+    """Lower vertices are computed first, and it is an error if a child is not lower."""
     assume(not are_equal_chains(graph.offsets, graph.children, graph.samples))  # whose heights nobody looks at
     drawn = st.integers(0, max(graph.n_vertices - 1, 0))
     heights = data.draw(st.lists(drawn, min_size=graph.n_vertices, max_size=graph.n_vertices))
@@ -396,7 +398,7 @@ def test_no_python_runs_for_a_vertex() -> None:
 
 @pytest.mark.parametrize(("policy", "arity"), [("breadth_first", 3), ("depth", None)])
 async def test_a_loop_over_sets_finds_the_rows_of_children(session: af.Session, policy: str, arity: int | None) -> None:
-    """Each vertex adds its own row to twice those of its children, of which a missing one has 0."""
+    """Each vertex adds its own row to twice its children's rows; a missing child has 0."""
     edges = [(4, 3), (4, 2), (3, 0), (3, 1), (2, 1), (2, 0), (2, 5)]
     data = af.InputGraph.batch([af.InputGraph.from_edges(6, edges), af.InputGraph.chain([3])[0]])
     own = np.arange(1.0, 10.0).reshape(9, 1)

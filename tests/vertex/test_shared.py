@@ -61,7 +61,7 @@ def test_rows_of_all_vertices_are_given_to_later_nodes() -> None:
 
 
 def test_what_vertices_have_of_their_own() -> None:
-    """Whether it is a leaf is each vertex's own; of any number of children there are starts as well."""
+    """Each vertex knows if it is a leaf; with any number of children there are starts as well."""
     shared, *_ = built(any_number)
     assert sorted(shared.pulls, key=str) == [None, "x"]
     assert len(shared.order.fetches) == 6
@@ -69,7 +69,7 @@ def test_what_vertices_have_of_their_own() -> None:
 
 
 def test_variables_and_fed_values_are_common_or_own() -> None:
-    """What depends on constants and variables alone is the same for all that share a call."""
+    """Values that depend on constants and variables alone are the same for all members of a call."""
     with af.Graph() as graph:
         w, scale = af.Variable(np.eye(H), name="w"), af.placeholder("float64", ())
 

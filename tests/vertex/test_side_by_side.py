@@ -48,7 +48,7 @@ def alone(initial: float) -> Any:
 
 
 def counted(session: af.Session, fetches: Any, feeds: Any = (), *, inside: str | None = None) -> Counter[str]:
-    """Ops of a plan by name: those in loops of this name, or those outside of all loops."""
+    """Return the ops of a plan by name: the ops in loops of this name, or outside of all loops."""
     nodes = [
         each
         for node in session.plan(fetches, feeds).graph.nodes
