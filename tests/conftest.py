@@ -322,8 +322,8 @@ def assert_baseline(session: af.Session) -> None:
 def held_buffers(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
     """Return the buffers that devices hold for runs.
 
-    Constants and CUDA graphs are not counted: they live as long as the plan. Nor are copies that a simulated device keeps of
-    an array on another device: a graph's constants, when a TensorArray hands them out, and variables.
+    Constants and CUDA graphs are not counted, as they live as long as the plan. Nor are copies that simulated devices
+    keep of an array on another device: a graph's constants, when a TensorArray hands them out, and variables.
     """
     held: dict[str, Counter[LiveBuffer]] = {}
     for device in session.devices:

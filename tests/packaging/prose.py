@@ -1,6 +1,7 @@
-"""Measures of the prose in the package, and the table of figures that a room may not exceed.
+"""Measures of the prose in the package and its tests, and the table of figures that a room may not exceed.
 
 ``python -m tests.packaging.prose`` prints the table as the code is; with the name of a room, its docstrings to mend.
+Folders of tests count as rooms, such as ``tests/ops``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = ROOT / "asyncflow"
+TESTS: Final = ROOT / "tests"
 
 PEOPLE: Final = "user|caller|client|reader|person|programmer|author|newcomer"
 """Nouns after which "who" has a referent."""
@@ -97,6 +99,40 @@ FIGURES: Final = {
     "streams": Figures(0.0, 29, 7, 0),
     "testing": Figures(0.0, 43, 1, 0),
     "vertex": Figures(0.0, 46, 2, 0),
+    "tests": Figures(0.0, 50, 6, 0),
+    "tests/autodiff": Figures(0.0, 57, 0, 0),
+    "tests/benchmarks": Figures(0.0, 51, 0, 0),
+    "tests/checkpoint": Figures(0.0, 50, 0, 0),
+    "tests/cli": Figures(0.0, 55, 0, 0),
+    "tests/compiler": Figures(0.0, 57, 0, 0),
+    "tests/conformance": Figures(0.0, 50, 0, 0),
+    "tests/control": Figures(0.0, 50, 0, 0),
+    "tests/devices": Figures(0.0, 58, 0, 0),
+    "tests/distributed": Figures(0.0, 50, 0, 0),
+    "tests/examples": Figures(0.0, 50, 0, 0),
+    "tests/fake_cupy": Figures(0.0, 50, 0, 0),
+    "tests/faults": Figures(0.0, 50, 0, 0),
+    "tests/gpu": Figures(0.0, 52, 0, 0),
+    "tests/graph": Figures(0.0, 51, 0, 0),
+    "tests/inputs": Figures(0.0, 50, 0, 0),
+    "tests/interop": Figures(0.0, 59, 0, 0),
+    "tests/lift": Figures(0.0, 51, 0, 0),
+    "tests/nn": Figures(0.0, 50, 0, 0),
+    "tests/ops": Figures(0.0, 57, 0, 0),
+    "tests/optim": Figures(0.0, 65, 0, 0),
+    "tests/packaging": Figures(0.5, 51, 0, 0),
+    "tests/peers": Figures(0.0, 50, 0, 0),
+    "tests/profiler": Figures(0.0, 55, 0, 0),
+    "tests/property": Figures(0.0, 50, 0, 0),
+    "tests/runtime": Figures(0.0, 60, 0, 0),
+    "tests/scaling": Figures(0.0, 75, 0, 0),
+    "tests/semantics": Figures(0.0, 57, 0, 0),
+    "tests/serving": Figures(0.0, 64, 0, 0),
+    "tests/state": Figures(0.0, 64, 0, 0),
+    "tests/streams": Figures(0.0, 82, 0, 0),
+    "tests/testing": Figures(0.0, 94, 0, 0),
+    "tests/typing": Figures(0.0, 50, 0, 0),
+    "tests/vertex": Figures(0.0, 62, 0, 0),
 }
 """Most that a room may have, with a little slack; a commit that mends a room lowers its line, towards `GOAL`."""
 GOAL: Final = Figures(0.3, 50, 0, 0)
@@ -201,23 +237,31 @@ class Docstring:
 
 def docstrings_in(path: Path) -> Iterator[Docstring]:
     """Yield the docstrings of a file, with strings below attributes."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield Docstring(path, statement.lineno, value.value)
+    # Statements alone: expressions are most of a file's nodes, and hold no docstring.
+    blocks: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    for block in blocks:
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            for statement in getattr(block, field, ()):
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield Docstring(path, statement.lineno, value.value)
+                elif hasattr(statement, "body"):
+                    blocks.append(statement)
 
 
 def rooms() -> list[str]:
-    """Return the names of the rooms; modules at the top are one room, called ``modules``."""
-    return ["modules", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))]
+    """Return the names of the rooms, and of folders of tests; modules at the top are rooms as well."""
+    package = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    tests = sorted({f"tests/{path.parent.name}" for path in TESTS.glob("*/*.py")})
+    return ["modules", *package, "tests", *tests]
 
 
 @cache
 def docstrings_of(room: str) -> list[Docstring]:
     """Return the docstrings of a room."""
-    paths = PACKAGE.glob("*.py") if room == "modules" else (PACKAGE / room).rglob("*.py")
-    return [each for path in sorted(paths) for each in docstrings_in(path)]
+    whole = {"modules": PACKAGE.glob("*.py"), "tests": TESTS.glob("*.py")}
+    folder = ROOT / room if room.startswith("tests/") else PACKAGE / room
+    return [each for path in sorted(whole.get(room) or folder.rglob("*.py")) for each in docstrings_in(path)]
 
 
 def figures_of(docstrings: list[Docstring]) -> Figures:
@@ -230,6 +274,12 @@ def figures_of(docstrings: list[Docstring]) -> Figures:
         sum(len(each.long()) for each in docstrings),
         sum(each.is_question() for each in docstrings),
     )
+
+
+@cache
+def figures_of_room(room: str) -> Figures:
+    """Measure the docstrings of a room."""
+    return figures_of(docstrings_of(room))
 
 
 def comment_share(path: Path) -> float:
@@ -257,9 +307,11 @@ def main(rooms_asked: list[str]) -> None:
     """Print the table, or the docstrings to mend of rooms."""
     for room in rooms():
         docstrings = docstrings_of(room)
-        found = figures_of(docstrings)
+        found = figures_of_room(room)
         if not rooms_asked:
-            rounded = f"{1.03 * found.unnamed:.1f}, {math.ceil(1.03 * found.pronouns)}, {found.long}, {found.questions}"
+            # Few docstrings stand in some folders of tests: one pronoun more must not exceed their figure.
+            pronouns = max(math.ceil(1.03 * found.pronouns), GOAL.pronouns if room.startswith("tests") else 0)
+            rounded = f"{1.03 * found.unnamed:.1f}, {pronouns}, {found.long}, {found.questions}"
             print(f'    "{room}": Figures({rounded}),')
         for each in docstrings if room in rooms_asked else ():
             if each.unnamed() or each.long() or each.is_question():

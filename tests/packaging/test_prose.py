@@ -32,7 +32,7 @@ HINT = "python -m tests.packaging.prose ROOM lists what to mend, and without ROO
 
 @ROOMS
 def test_docstrings_of_a_room_name_their_subjects(room: str) -> None:
-    found, most = prose.figures_of(docstrings_of(room)), FIGURES.get(room, GOAL)
+    found, most = prose.figures_of_room(room), FIGURES.get(room, GOAL)
     assert found.unnamed <= most.unnamed, HINT
     assert found.pronouns <= most.pronouns, HINT
     assert found.long <= most.long, HINT
@@ -42,7 +42,7 @@ def test_docstrings_of_a_room_name_their_subjects(room: str) -> None:
 @ROOMS
 def test_the_figures_of_a_room_are_lowered_once_it_is_mended(room: str) -> None:
     """A quarter of slack, so that a commit which mends few docstrings need not touch the table."""
-    found, most = prose.figures_of(docstrings_of(room)), FIGURES[room]
+    found, most = prose.figures_of_room(room), FIGURES[room]
     assert most.unnamed <= max(1.25 * found.unnamed, GOAL.unnamed) + 0.2, HINT
     assert most.pronouns <= max(1.25 * found.pronouns, GOAL.pronouns), HINT
     assert most.long <= 1.25 * found.long + 2, HINT
