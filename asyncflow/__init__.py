@@ -1,9 +1,9 @@
 """asyncflow: dataflow graphs with data-dependent control flow, awaited from async Python.
 
-Everything public is here, in `asyncflow.fft` (Fourier transforms), `asyncflow.linalg` (decompositions, equations and
-norms of matrices), `asyncflow.nn` (recurrent cells, loops over sequences, losses), `asyncflow.optim` (training steps),
-`asyncflow.random` (seeded random ops), `asyncflow.raw` (the control-flow primitives) and `asyncflow.profiler`
-(timelines of traced runs).
+Everything public is here, or in a module of its own. There are `asyncflow.fft` (Fourier transforms), `asyncflow.linalg`
+(decompositions, equations and norms of matrices) and `asyncflow.random` (seeded random ops). Models are made of
+`asyncflow.nn` (recurrent cells, loops over sequences, losses) and `asyncflow.optim` (training steps). `asyncflow.raw`
+has the control-flow primitives, and `asyncflow.profiler` timelines of traced runs.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ class NotPickled:
     __slots__ = ()
 
     _instead: ClassVar[str]
-    """Why, and what to do."""
+    """The reason, and what to do."""
 
     _not_copied: ClassVar[str] = ""
-    """Why it is not copied either; empty if it is."""
+    """The reason why it is not copied either; empty if it is copied."""
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(f"cannot pickle {self!r}: {self._instead}")

@@ -7,9 +7,9 @@ at random. A loop is cut if all its variables go on by one predicate that every 
 mark; and a value goes to another device if it is clear from the switches and merges before it when it is dead. The rest
 stays on one device: ``plan.explain()`` says why, and asking for two is a `PlacementError`.
 
-What differs from structured control flow: a value inside a frame can be neither fetched nor fed, Python numbers beside
-one have to be brought in with `enter`, a loop is only cut where nodes ask for several devices, and effects are ordered
-within one iteration of one frame only; use `control_dependencies` for the rest.
+Differences from structured control flow: a value inside a frame can be neither fetched nor fed. Python numbers beside
+such a value have to be brought in with `enter`. A loop is only cut where nodes ask for several devices. Effects are
+ordered within one iteration of one frame only; use `control_dependencies` for the rest.
 """
 
 from __future__ import annotations

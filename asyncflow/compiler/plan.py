@@ -387,8 +387,8 @@ class Plan:
 
         Of each `map_fn` whether it is lifted, and if not, why; of each `vertex_map` its three parts. With several
         devices, the text also gives the reason for each node's device, and counts the values that go from device to
-        device. It tells which control flow written by hand stays on one device and why, and which products of loops are
-        done for several iterations at once. With CUDA devices, also whether a card runs a loop by itself
+        device. It tells which control flow written by hand stays on one device and why. It lists the products of loops
+        that are done for several iterations at once. With CUDA devices, also whether a card runs a loop by itself
         (`Session(device_while=True)`), and if not, why.
 
         Args:

@@ -86,8 +86,8 @@ class RunCost:
     One run is predicted by the median of the last five, so that a slow one refuses no others. That is enough for a run
     that can start at once. Under load there are always more runs than can start, and they wait until their time is
     almost up: if only the median had to fit, half of them would be computed in vain. So a waiting run has to fit with
-    the mean plus four mean deviations, by which TCP tells that an answer is lost (Jacobson 1988), or with the longest
-    recent time, if that is less. What many take together is told from their mean.
+    the mean plus four mean deviations, the time after which TCP takes an answer for lost (Jacobson 1988). If the
+    longest recent time is less, that one has to fit. What many take together is told from their mean.
 
     Attributes:
         recent_s: durations of the last ones.

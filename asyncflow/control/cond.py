@@ -51,7 +51,7 @@ def cond(
     """Return the results of `true_fn` if `pred` holds, else of `false_fn`; only that branch's nodes run.
 
     Each function is called once, while the graph is built, and may use any tensor around it. A fetch of one of several
-    results runs only the nodes it needs, and, in a graph with ordered effects, all effects of the branch taken.
+    results runs only the nodes it needs. In a graph with ordered effects it also runs all effects of the branch taken.
 
     Args:
         pred: a boolean with one element. A Python bool is a constant: both branches are still built.

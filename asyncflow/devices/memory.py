@@ -6,9 +6,9 @@ reference's callback is a bare ``deque.append``, which takes no lock, and the ne
 the freed ones.
 
 Many small values together are large: what a loop saves for its gradient, or writes to a TensorArray. If there is a
-limit, a *store* of values counts as one buffer, by the size that Python takes for each small value put into it. That is
-too much once a value is taken out again, or if it is there twice; so before the limit counts as passed, all stores are
-looked through.
+limit, a *store* of values counts as one buffer. It has the bytes that Python takes for the small values put into it.
+That is too much once a value is taken out again, or if it is there twice; so before the limit counts as passed, all
+stores are looked through.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Stages between a source and the program: elements go in, and come out shuffled or in batches.
 
 An element is a tuple of values, one for each leaf of its spec. The output of a stage is a function of its input, its
-seed and the number of the pass, so that reading again gives the same. The number of elements fed at a time makes no
-difference.
+seed and the number of the pass: reading again gives the same. The number of elements fed at a time makes no difference.
 """
 
 from __future__ import annotations

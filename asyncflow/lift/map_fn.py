@@ -44,7 +44,7 @@ def map_fn(
 ) -> Nest:
     """Compute ``fn(row)`` for each row of `elems`, and stack the results.
 
-    If possible, `fn` is *lifted*: its operations are built for all rows at once, a branch runs on the rows that take
+    If possible, `fn` is *lifted*: its operations are built for all rows at once. A branch runs on the rows that take
     it, and a loop on the rows that go on. Otherwise, as when `fn` awaits or changes a variable, a loop goes over the
     rows and works on up to `parallel_iterations` at the same time. The results are the same but for rounding, random
     numbers are equal, and `plan.explain()` says which of the two it is and why.

@@ -128,7 +128,7 @@ class _RnnLoop:
     """The loop of a `dynamic_rnn`, built body first: only the cell tells how many outputs there are.
 
     Loop variables are a counter, the state, and an array for each output. If sequences end early, an array for each
-    part of the state is added, where step t writes the rows of sequences that ended before it.
+    part of the state is added. Step t writes the rows of sequences that ended before it there.
     """
 
     def __init__(self, graph: Graph, label: str, sequences: _Sequences, packed: Packing | None) -> None:

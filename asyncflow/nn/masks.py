@@ -61,8 +61,8 @@ def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
     """Return the mean of `values` where `mask` is true, or 0 if that is nowhere. Masked values may be anything, even
     NaN.
 
-    Masked values have a gradient of 0. If the computation before made them NaN, such as the square root of a negative
-    padding, the gradients before that are NaN all the same, as 0 times NaN is. Mask its input, too:
+    Masked values have a gradient of 0. The computation before may have made them NaN, such as the square root of a
+    negative padding. The gradients before that are then NaN all the same, as 0 times NaN is. Mask its input, too:
     ``masked_mean(af.sqrt(af.where(mask, x, 1.0)), mask)``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where the time went: recorded traces as files, pages and tables.
+"""Recorded traces as files, pages and tables, which show where the time went.
 
 `save` writes a trace for Perfetto, as a self-contained HTML timeline or as a picture; `summarize` and `format_table`
 turn it into numbers. Nothing else in asyncflow depends on this package, and it reads nothing but the records of

@@ -1,4 +1,4 @@
-"""Where the time of a trace went, as numbers and as a plain-text table."""
+"""The time in a trace, as numbers and as a plain-text table."""
 
 from __future__ import annotations
 

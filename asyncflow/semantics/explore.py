@@ -3,7 +3,7 @@
 The search is exhaustive up to what cannot show. Two firings without a common resource commute. So in each state only a
 *persistent* set of enabled firings is tried: nothing left out, and nothing still to come, touches a resource of the set
 before the set does. States that were seen before are not searched again. A program that may fail is searched a second
-time without the first of the two, for a failure shows how far the other firings have come.
+time without the first of the two: a failure shows how far the other firings have come.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Each value has a set of accesses that are over once the value exists, as the bits of an int. *Slot* 0 has the accesses
 of the same iteration of all common loops. Slot d + 1 has accesses whose firings all come in earlier iterations of the
-loop at depth d, in the same iteration of the loops outside it. A value waits for all its inputs, so sets are united; of
-a cond or a loop it is one of several values, so they are intersected. A loop is gone through until nothing changes.
+loop at depth d. The iterations of the loops outside it are the same. A value waits for all its inputs, so sets are
+united; of a cond or a loop it is one of several values, so they are intersected. A loop is gone through until nothing
+changes.
 """
 
 from __future__ import annotations

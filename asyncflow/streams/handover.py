@@ -3,8 +3,8 @@
 A thread that is done with its work needs the GIL to say so. Python hands it over after 5 ms at most: a thread that has
 waited that long makes the owner of the GIL release it. But the waiting time restarts whenever the GIL was free in
 between. A loop frees the GIL in each turn, to poll sockets, and takes it back within microseconds. An idle core needs
-far longer to wake the other thread. Beside a loop that always has a callback ready, on a machine with idle cores,
-threads were seen to wait for seconds, and some without end.
+far longer to wake the other thread. On a machine with idle cores, threads beside a loop that always has a callback
+ready were seen to wait for seconds, some without end.
 
 So a loop that expects work from a thread checks every 5 ms whether it has been busy all the while. If so, it sleeps for
 as long as a thread needs to wake up.

@@ -6,7 +6,7 @@ The words are CUDA's. A stream does its work in the order it was given; two stre
     consumer.wait(event)        # work given to `consumer` from here on waits for it; the host does not
     await event.wait()          # the host waits, without blocking its event loop
 
-All methods are called on the thread of the event loop that owns the stream, and none of them blocks it.
+All methods are called on the thread of the event loop that owns the stream. None of them blocks it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def virtual_clock(
     """Make a simulated machine and an event loop on its time, for a ``with`` statement.
 
     Inside, ``Session(devices=["sim:0", ...])`` opens simulated devices, and ``Session()`` all of them. Time is virtual:
-    kernels and copies take as long as they would on that machine, a sleep takes no time at all, and the same program
+    kernels and copies take as long as they would on that machine. A sleep takes no time at all, and the same program
     behaves the same each time.
 
     Args:

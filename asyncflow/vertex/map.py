@@ -95,15 +95,15 @@ def vertex_map(
             of its own, so that they overlap on a device with equally many compute streams
             (``Session(compute_streams=2)``), or on several devices. It pays for large products, on a CPU with a core
             for each; one thread launches for a card, which loses by it.
-        share: True computes sets of this run together with sets of other runs of the session, set 7 of one and set 0 of
-            another as rows of one call. It is meant for many requests of one graph or a few each. It takes one function
-            and one stream, and no gradient goes through it. What the functions of ``gather_all`` compute for each child
-            may not draw random numbers then.
+        share: True computes sets of this run together with sets of other runs of the session, such as set 7 of one and
+            set 0 of another. It is meant for many requests of one graph or a few each. It takes one function and one
+            stream, and no gradient goes through it. What the functions of ``gather_all`` compute for each child may not
+            draw random numbers then.
         name: what names of its nodes begin with.
 
     Raises:
-        GraphError: a function does not scatter, pulls a name that is not given, or cannot be computed for several
-            vertices at once, as it awaits or changes a variable; the message names it and its line.
+        GraphError: a function does not scatter, or pulls a name that is not given; or, as it awaits or changes a
+            variable, it cannot be computed for several vertices at once; the message names it and its line.
         DTypeError, ShapeError: a scattered state, or `initial`, does not fit the declared state.
         GraphError: (in the run, as the cause of a KernelError) the graph has a cycle, too many children, or a type that
             there is not; the message names sample and vertex.

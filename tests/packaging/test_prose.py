@@ -70,6 +70,7 @@ def test_the_measure_finds_words_without_a_referent() -> None:
     assert Docstring(PACKAGE, 1, "Whether it runs.").is_question()
     assert not Docstring(PACKAGE, 1, "True if the loop runs.").is_question()
     assert Docstring(PACKAGE, 1, "Return one. " + "word " * 26).long() != []
+    assert Docstring(PACKAGE, 1, "Return one.\n\n===  ===\n" + "word " * 26 + "\n===  ===\n").long() == []
 
 
 def test_long_files_say_why() -> None:

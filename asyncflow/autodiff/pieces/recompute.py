@@ -1,8 +1,8 @@
 """`recompute`: a piece of a graph that its gradient runs again, so that no inner value is kept.
 
 The piece stands in the graph as it is. Behind it stands one node that passes its results on, and has as further inputs
-all that the piece uses: gradients that arrive there make a copy of the piece, and go through that. A *delay* node gives
-the copy its inputs once the gradients are there, so that it runs late, and that no pass takes it for the piece itself.
+all that the piece uses: gradients that arrive there make a copy of the piece, and go through that. A `BARRIER` node
+gives the copy its inputs once the gradients are there. So it runs late, and no pass takes it for the piece itself.
 
 All is told by the graph: the piece is what lies between the inputs and the results of the node. So it may be copied,
 lifted over rows and printed like everything else.

@@ -1,9 +1,9 @@
 """Checkpoints: a loop keeps its variables once a segment of iterations, and its gradient runs each segment again.
 
 A segment is a run of neighbouring iterations. The loop's variables at the start of each are put into stores
-(`saved_values`), as entry number 0, 1, ... The segment of an iteration depends on its number alone, so that the forward
-loop and the gradient agree on it whatever the loop decides by. Either all segments have one length, or, for loops with
-an unknown number of iterations, each is one iteration longer than the one before. Of n iterations there are then about
+(`saved_values`), as entry number 0, 1, ... The segment of an iteration depends on its number alone. So the forward loop
+and the gradient agree on it whatever the loop decides by. Either all segments have one length, or, for loops with an
+unknown number of iterations, each is one iteration longer than the one before. Of n iterations there are then about
 ``sqrt(2 * n)`` segments, of at most as many iterations.
 
 The first iterations may be *kept* instead: they are a segment whose values the forward loop saves, and which does not

@@ -4,7 +4,7 @@ Two kinds of work in a loop's body do not need to wait for their iteration, or n
 
 - products whose rows depend on captures and the loop's counter alone, such as ``xs[t] @ W``, are made ahead, a block of
   iterations at a time (`batch_rows`); products of rows that are so in part are taken apart for it (`take_apart`);
-- sums over iterations that nothing in the loop reads, such as the gradients of weights, are computed later, a block of
+- sums over iterations that nothing in the loop reads are computed later, such as gradients of weights, a block of
   iterations at a time (`batch_sums`).
 
 Only pure nodes that stand on one device are moved, and only floats, for which a product of many rows is faster: their

@@ -1,8 +1,8 @@
 """Half of a pass: sums of matrix products over iterations, which nothing in their loop reads, are computed later.
 
-A loop variable that is only ever ``total = total + a @ g`` gives way to a variable that several such sums with the same
-`g` share, and to which the body adds the operands. Behind the loop stand the sums themselves (`pending_sums`). The sum
-of the rows of `g`, the gradient of a bias, joins them.
+A loop variable that is only ever ``total = total + a @ g`` gives way to another variable. Several such sums with the
+same `g` share it, and the body adds their operands to it. Behind the loop stand the sums themselves (`pending_sums`).
+The sum of the rows of `g`, the gradient of a bias, joins them.
 
 A loop around that loop may only hand the totals on. It then carries the shared variable in their place, so that blocks
 end at the same iterations whether or not a gradient runs in segments: the sums are the same to the bit.

@@ -1,9 +1,9 @@
 """Pass: lets a transfer begin only when its value will soon be needed (white paper 2015 §5.2).
 
-A Recv waits only for its gate, so a value takes memory of its target device from the moment it exists, even if its
-users run much later. If all users of a Recv come after some node *p* of the same device anyway, and late enough after
-it for the transfer, the Recv gets a control edge from *p*. The best *p* is the node that ends last in the schedule in
-which every node runs as soon as it can.
+A Recv waits only for its gate. So a value takes memory of its target device from the moment it exists, even if its
+users run much later. All users of a Recv may come after some node *p* of the same device anyway. If they come late
+enough after it for the transfer, the Recv gets a control edge from *p*. The best *p* is the node that ends last in the
+schedule in which every node runs as soon as it can.
 
 What that gains is memory of the device that receives: the value stays where it was made until the copy is due. On an
 asynchronous device *p* counts as done once it is launched, and the host launches far ahead. But memory is used again in

@@ -15,7 +15,7 @@ Devices (EuroSys '18 §4.4, white paper §3.2.2). A value used on another device
 producer and a Recv, gated like any node, beside its users. A control edge between devices sends the news alone. A loop
 over several devices has a *control loop* on each that does not own the predicate: an Enter, Merge, Switch and
 NextIteration that do nothing but receive the predicate in each iteration, and so start the next one or end. A branch on
-a device of its own has a Switch of the predicate there, so its Recvs are dead without any message when the branch is
+a device of its own has a Switch of the predicate there. So its Recvs are dead without any message when the branch is
 not taken. Captures are sent once, before the loop, whose constant Enters are on every device that uses them. Primitives
 that were written by hand stay as they are, and are cut in the same way (`lower_by_hand`).
 """

@@ -1,9 +1,8 @@
 """Pass: finds the saved values that are read once, so that a store drops them as they are read.
 
-A gradient loop reads the stores of its forward loop from last to first, each number once. So if its read is the only
-use of a store, and the loop around it runs once for that store, its values are not needed after their read:
-`READ_SAVED` gets the attribute ``is_last``. Else a store holds its values until its last version goes, at the end of
-that loop.
+A gradient loop reads the stores of its forward loop from last to first, each number once. Its read may be the only use
+of a store, in a loop that runs once for that store. Then its values are not needed after their read: `READ_SAVED` gets
+the attribute ``is_last``. Else a store holds its values until its last version goes, at the end of that loop.
 
 A store that an outer loop saves is read in each iteration of the outer gradient loop. The same holds for it, if the
 outer read is the last, too.

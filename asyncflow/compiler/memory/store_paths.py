@@ -1,7 +1,7 @@
 """The stores that loops save values in, and their paths to gradient loops.
 
-A store is a loop variable; behind its loop, bodies capture it and read it. The store of an inner loop is saved by the
-outer loop as a value of its own, and read in the body of that loop's gradient before it can be captured further.
+A store is a loop variable; behind its loop, bodies capture it and read it. The outer loop saves the store of an inner
+loop as a value of its own. The body of the outer gradient reads it before it can be captured further.
 """
 
 from __future__ import annotations

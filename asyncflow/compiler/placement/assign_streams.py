@@ -1,12 +1,12 @@
 """Pass: chooses a compute stream for every node on a device that has several of them.
 
 It runs after placement, on the structured graph, and solves the same problem again. Nodes on one stream run one after
-the other, as on one device, and a value that goes to another stream is handed over, which costs time. What differs:
+the other, as on one device. A value that goes to another stream is handed over, which costs time. What differs:
 
 - A node may go to the streams of its device alone. Light kernels cost nothing, for two streams of them do not overlap:
   they go with the last heavy node that they use, or else with the first that uses them.
-- The counters and predicates of a loop are on the first stream, and so are its first nodes, so that the next iteration
-  begins before the later stages of this one are done.
+- The counters, predicates and first nodes of a loop are on the first stream. So the next iteration begins before the
+  later stages of this one are done.
 - Control flow written by hand stays on the first stream.
 """
 

@@ -9,7 +9,7 @@ and the predicates made of them) are kept on one device: the one the loop asks f
 session's first.
 
 Nodes without work follow others: a constant or fed value goes to its first user, a loop variable to the maker of its
-next value, a capture to its value, a `cond` or `while` to its predicate.
+next value. A capture goes to its value, a `cond` or `while` to its predicate.
 """
 
 from __future__ import annotations

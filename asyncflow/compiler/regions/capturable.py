@@ -1,8 +1,8 @@
 """Capture of nodes in CUDA graphs: allowed are nodes known to launch kernels and do nothing else.
 
 Left out are tensor products (CuPy calls cuBLAS for them, which it does not while a stream captures). So are sorting,
-linear algebra and ops with data-dependent shapes (they wait for the device), random numbers, state and tensor arrays
-(they keep their inputs), and users' functions. Products of matrices are not CuPy's on a device that captures
+linear algebra and ops with data-dependent shapes (they wait for the device). So are random numbers, state and tensor
+arrays (they keep their inputs), and users' functions. Products of matrices are not CuPy's on a device that captures
 (`devices/cuda/graphs/products.py`). Python decides while it captures. So branches and loops in a graph follow the
 values on the host at that time, which are part of the graph's validity. Only loops that a device runs by itself decide
 by its own values, and so do branches and loops in them.

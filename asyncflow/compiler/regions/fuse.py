@@ -1,8 +1,8 @@
 """Pass: joins elementwise nodes that feed one another into one node, which on a card is one kernel launch.
 
 A straight line of nodes, all on one device and none of which waits, is covered with *units*: at first one per node.
-Units that share an edge, or else an input of their shape, are joined if all their values have one shape as far as
-known, and if no other node has to run between them. Where an extent that is not known turns out to be 1, the `fused`
+Units are joined if they share an edge, or else an input of their shape. All their values must have one shape as far as
+known, and no other node may have to run between them. Where an extent that is not known turns out to be 1, the `fused`
 node runs its members one by one.
 
 Left alone are integers and booleans of rank 0, which are kept on the host, and dtypes without C++ type.

@@ -1,9 +1,9 @@
 """Pass: groups nodes into regions, each of which becomes one generated Python function.
 
 A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency.
-Nodes join one region only if they wait for the same *waiting nodes*, and the same waiting nodes wait for them, also in
-the next iteration of a loop. Waiting nodes are coroutine ops, the user's own functions, streamed values, and branches
-and loops that contain them. For example, `a` feeds a user's function `f`, whose result `b` uses, and `c` needs neither.
+Nodes join one region only if they wait for the same *waiting nodes*, and the same ones wait for them. That includes the
+next iteration of a loop. Waiting nodes are coroutine ops, the user's own functions, streamed values, and branches and
+loops that contain them. For example, `a` feeds a user's function `f`, whose result `b` uses, and `c` needs neither.
 Then `a`, `b` and `c` are in three regions: in one with `a`, `c` would hold up `f`, and in one with `b` it would wait
 for `f`.
 

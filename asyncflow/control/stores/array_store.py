@@ -3,12 +3,12 @@
 A state of an array (`asyncflow.control.stores.array_value`) never changes. All states reached from one creation by one
 write after another share a *store*; a state is the store and a version, and sees the elements written up to that
 version. A write through the newest state goes into the store itself; a write through an older one first copies the
-store's table (not the elements). So a loop writes in O(1), and yet each state holds exactly the elements written on the
-way to it, in whatever order independent writes run.
+store's table (not the elements). So a loop writes in O(1). Yet each state holds exactly the elements written on the way
+to it, in whatever order independent writes run.
 
-Where it can, a store of fixed size copies elements into the rows of one *block*, so that a stack of the full array is
-the block itself. The writer of an element may then change its buffer afterwards. An element that does not fit in the
-block, and every element of an array without one (`Store.new_block` says which), is kept as given.
+Where it can, a store of fixed size copies elements into the rows of one *block*. A stack of the full array is then the
+block itself. The writer of an element may then change its buffer afterwards. An element that does not fit in the block,
+and every element of an array without one (`Store.new_block` says which), is kept as given.
 
 Elements are shared between such copies, so "read once" (`clear_after_read`) holds for an element and not for a
 state: which of two reads comes too late depends on the schedule, that one of them does does not.

@@ -215,8 +215,8 @@ class TensorArray(Handle):
         ValueError: a second write of an element, or a second read with `clear_after_read`; values that do not fit; a
             use after `close`.
 
-    Reading an unwritten element gives zeros if the shape of an element is known in full, from `element_shape` or from
-    the elements written on the way. Otherwise it fails with a ValueError.
+    Reading an unwritten element gives zeros if the shape of an element is known in full. It may be known from
+    `element_shape` or from the elements written on the way. Otherwise it fails with a ValueError.
 
     >>> import asyncflow as af
     >>> with af.Graph():

@@ -2,12 +2,12 @@
 
 Why any thread will do. Elsewhere a kernel counts as done when it is enqueued, and the order of its stream is what makes
 its value valid. On a CPU it counts as done when it has returned *and the event loop has been told*; only then does the
-scheduler hand on its value, or let go of what an order edge held back. So the user of a value, and the next node after
-an effect, is launched after the end of its predecessors, on the same thread or on another: the threads order nothing
-that the scheduler has not ordered before. (The loop hands over results and work by locks, which makes one thread's
-memory visible to the next.) Nothing orders two runs; they share variables, whose writes are atomic on any threads
-(`VariableState`). The exception is code that keeps state of its own and says so (`Op.alone`): two firings of such code
-are never under way on two threads at once, but queue on one.
+scheduler hand on its value, or let go of what an order edge held back. The user of a value, and the next node after an
+effect, is launched after the end of its predecessors, on any thread: the threads order nothing that the scheduler has
+not ordered before. (The loop hands over results and work by locks, which makes one thread's memory visible to the
+next.) Nothing orders two runs; they share variables, whose writes are atomic on any threads (`VariableState`). The
+exception is code that keeps state of its own and says so (`Op.alone`): two firings of such code are never under way on
+two threads at once, but queue on one.
 
 Which threads there are. A firing is *short*, *medium* or *long* by its expected time, or *unmeasured*::
 

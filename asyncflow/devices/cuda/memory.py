@@ -5,12 +5,12 @@ CUDA is asked. A `CudaPool` takes admitted memory from a CuPy pool of its own, w
 attaches a `Lease` to each piece, which tells the account when Python frees it. `install_allocator` makes CuPy's
 allocations inside ``with stream:`` come from that stream's pool.
 
-A CuPy pool keeps its free memory by the stream that was current at the allocation, and hands a freed piece out again
-*at once, with no event*. So all memory of a logical device is allocated with its compute stream active, and a piece
-that another stream works on is kept referenced until an event of that stream has completed.
+A CuPy pool keeps its free memory by the stream that was current at the allocation. It hands a freed piece out again *at
+once, with no event*. So all memory of a logical device is allocated with its compute stream active. A piece that
+another stream works on is kept referenced until an event of that stream has completed.
 
 Arrays may be freed on any thread, at any bytecode, also by a garbage collection inside this module. So a `Lease` then
-takes no lock of this module (CuPy's own pool is made for it), and the account is settled by its next reader.
+takes no lock of this module (CuPy's own pool is made for it). The next reader settles the account.
 
 ``cupy`` is a parameter everywhere: only the CUDA backend imports it.
 """

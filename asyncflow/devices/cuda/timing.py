@@ -1,7 +1,7 @@
 """Begin and end of work on a CUDA device, in the host's time: for timelines.
 
 CUDA tells the time between two events of one device, in milliseconds as a float32. So times are counted from an
-*anchor*, an event whose host time is known to some microseconds, and anchors are renewed before the steps of a float32
+*anchor*, an event whose host time is known to some microseconds. Anchors are renewed before the steps of a float32
 show.
 """
 

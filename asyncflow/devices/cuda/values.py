@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Landing:
     """Memory that a copy fills: a ticket of the copy keeps it, since its home stream must not use it again before.
 
-    Once the home stream waits for the copy, its order protects the memory as it does any other, and the ticket has
-    nothing more to keep. So a copied array takes memory until its users are launched, and not until the copy is done,
-    which the host may be far ahead of.
+    Once the home stream waits for the copy, its order protects the memory as it does any other. The ticket then has
+    nothing more to keep. So a copied array takes memory until its users are launched, and not until the copy is done.
+    The host may be far ahead of the copy.
 
     Attributes:
         array: CuPy's; None once the home stream waits.

@@ -1,8 +1,8 @@
 """The time of the thread that drives simulated devices.
 
 On this runtime one thread, the event loop's, does all work outside of cards. It starts runs, interprets nodes, launches
-kernels, gives copies to streams, and is notified when they end. However many cards there are, there is one such thread,
-and a program whose launches keep it busy does not get faster with more of them.
+kernels, gives copies to streams, and is notified when they end. However many cards there are, there is one such thread.
+A program whose launches keep it busy does not get faster with more cards.
 """
 
 from __future__ import annotations

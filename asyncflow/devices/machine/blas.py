@@ -8,7 +8,7 @@ BLAS knows one count for the process. When open sessions ask for different count
 the others' event loops. (A BLAS built on OpenMP keeps a count per thread, and then only the thread that acquired is
 limited; NumPy's own wheels carry OpenBLAS on plain threads.)
 
-If threadpoolctl is not installed, as on a machine with cards that runs asyncflow from its source tree, BLAS keeps its
+Threadpoolctl may be missing, as on a machine with cards that runs asyncflow from its source tree. Then BLAS keeps its
 threads, and a line in the log says so.
 """
 

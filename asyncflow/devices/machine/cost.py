@@ -125,8 +125,8 @@ class UserCost(MeasuredCost):
     a call is for a thread until eight in a row took at most `INLINE_LIMIT_NS`, and their mean and mean deviation do. A
     call that is slow on the event loop takes the proof back, from all nodes that call the function. The next proof
     takes eight times as many calls (8, 64, 512), so that a function that is slow now and then stays on threads. After
-    512 short calls in a row, or eight times the last proof, it takes eight calls again, since a busy machine may have
-    delayed the slow one. A call that was expected to be slow, as it is on more elements, proves nothing.
+    512 short calls in a row, or eight times the last proof, it takes eight calls again: a busy machine may have delayed
+    the slow one. A call that was expected to be slow, as it is on more elements, proves nothing.
     """
 
     __slots__ = ("_deviation_ns", "_proofs", "_short", "_slow")

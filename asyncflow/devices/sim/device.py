@@ -5,8 +5,8 @@ speed of the card and its links (`asyncflow.devices.figures.presets`), the order
 them. It also covers the thread of the host (`asyncflow.devices.figures.host`), which takes a while for each launch and
 drives all devices, one after another. No result is visible before its time: only events tell the host of it.
 
-It is used like a CUDA device: with regions that have fused chains in them, with one node at a time, or with regions
-that become CUDA graphs, as the machine's ``launches`` says. Each call of the host there is one call here.
+It is used like a CUDA device, as the machine's ``launches`` says. It runs regions with fused chains in them, one node
+at a time, or regions that become CUDA graphs. Each call of the host there is one call here.
 
 It has the hazards of a CUDA device and finds them (`HazardError`): values are ordered by events alone, and freed memory
 goes back to its stream's pool with no event. So a program that works here without a hazard waits for the right events

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 class CopyLane:
     """A resource that one copy at a time can use.
 
-    Copies are given in the order in which the host launches them, which runs ahead of virtual time and differs from the
-    order in which they can begin. So a lane is no queue: a copy takes the first gap that is long enough.
+    Copies are given in the order in which the host launches them. The host runs ahead of virtual time, so the copies
+    can begin in another order. So a lane is no queue: a copy takes the first gap that is long enough.
     """
 
     __slots__ = ("_busy", "name")

@@ -430,9 +430,9 @@ def batched(
     each member has its own value.
 
     A member that is cancelled or late leaves. If the function has branches or loops, a member that never ends does not
-    hold up the others for ever once it has left. The remaining members are computed again in halves once the call has
-    taken twice the usual time and twice the time until the first member left. The same happens after half of the time
-    that the first of its members had, so that members that can still meet their deadline do. If the function calls a
+    hold up the others for ever once it has left. The others are computed again in halves once the call has taken twice
+    the usual time, and twice the time until the first member left. The same happens after half of the time that the
+    first of its members had, so that members that can still meet their deadline do. If the function calls a
     user-defined op that is not ``pure``, nothing is computed again: the remaining members wait for the call, and only
     later ones do not.
 

@@ -2,8 +2,8 @@
 
 A pooled loop is one node, which waits as a coroutine does. Predicate and body are built over many activations, as two
 graphs of their own. `check` tells which joining activations go on at all, and `steps` makes a number of steps, or stops
-before one of them ends. One activation that has the pool to itself is stepped by `alone`, the same over its own values,
-so that it costs as much as the loop by itself.
+before one of them ends. One activation that has the pool to itself is stepped by `alone`, over its own values. It then
+costs as much as the loop by itself.
 """
 
 from __future__ import annotations

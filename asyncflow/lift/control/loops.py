@@ -140,8 +140,8 @@ def _counts_iterations(body: Subgraph, depth: int = 0) -> bool:
 class _RowsLoop:
     """A loop that each row leaves by itself: it carries the values of the rows that go on.
 
-    Beside the loop variables it carries the captures that have rows, the places of its rows, and the arrays of finished
-    rows' outputs, piece by piece.
+    Beside the loop variables it carries the captures that have rows, and the places of its rows. It also carries the
+    arrays of finished rows' outputs, piece by piece.
     """
 
     def __init__(self, lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: Sequence[bool]) -> None:

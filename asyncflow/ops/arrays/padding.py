@@ -56,7 +56,7 @@ def pad(x: TensorLike, widths: int | Sequence[int | Sequence[int]], /, *, value:
 
     Args:
         x: any tensor.
-        widths: number of added elements: an int for both ends of every axis, a pair ``(before, after)`` for every axis,
+        widths: number of added elements: an int for both ends of every axis; a pair ``(before, after)`` for every axis,
             or a sequence with an int or a pair for each axis.
         value: a scalar of the dtype of `x` for the added elements; None for zeros (false, empty strings).
 

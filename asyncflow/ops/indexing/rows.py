@@ -1,7 +1,7 @@
 """Row rules of indexing and scattering: positions may be each row's own; bounds of slices must be common to all.
 
-A key over rows either takes the row axis whole, or names each row beside the positions in it, if NumPy would not leave
-the row axis in front.
+A key over rows takes the row axis whole. If NumPy would not leave the row axis in front then, the key names each row
+beside the positions in it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every draw starts a counter-based generator anew (Philox 4x64): its key is the session's (or graph's) seed and the op's,
 its counter starts at the number of the run and the iteration tag. The same seed, op, run and iteration give the same
-numbers on every device, whatever ran before or at the same time, for the numbers are drawn on the host. Another op,
-run or iteration gives independent numbers. An op's seed is `seed`, or comes from its name.
+numbers on every device, whatever ran before or at the same time: the numbers are drawn on the host. Another op, run or
+iteration gives independent numbers. An op's seed is `seed`, or comes from its name.
 
 A tensor as `seed=` is the seed of a request: it stands in place of the session's seed and the number of the run. So the
 request draws the same numbers again in any session, alone or in a pool.

@@ -178,8 +178,8 @@ def _tag(
     Args:
         tag: of the firing.
         numbers: of the row, outer axes first.
-        loops: for each axis the number of its own numbers, the number of loops inside it, and the number of surrounding
-            loops that bring its rows in turn. Draws of a row do not depend on the numbers of those loops.
+        loops: for each axis the number of its own numbers, of loops inside it, and of surrounding loops that bring its
+            rows in turn. Draws of a row do not depend on the numbers of those loops.
     """
     found, end = list(tag), len(numbers)
     for width, inside, around in reversed(loops):

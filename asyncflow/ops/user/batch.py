@@ -24,7 +24,7 @@ class Batch:
             that is alone never waits, and batches grow as the device falls behind. No more than half of the time that
             it has until its deadline.
         max_bytes: most bytes of inputs that share a call; a firing that has more is alone. None for no limit.
-        cost: "learned" chooses the size of a call by the durations of earlier calls, and waits briefly for clients that
+        cost: "learned" chooses the size of a call by the durations of earlier calls. It waits briefly for clients that
             usually send their next request at once; "none" takes all waiting firings.
         pad: a number or string. Firings whose arguments differ in extents that the graph leaves open share a call:
             each argument is padded with it, at its end, to the longest. The function takes one more argument,

@@ -341,8 +341,8 @@ def op(
             for extents and ranks that are not known; where it fails, the time is guessed without it.
         stateful: calls have side effects: they run in the order they were written, and always in branches, loops and an
             `af.function`. Calls of a plain function that belong to different runs take turns. Calls of a coroutine
-            function overlap: one may wait for another. Without `stateful`, calls with equal inputs may be merged, and
-            several runs, or iterations that overlap, may be inside the function at once, on several threads. None: only
+            function overlap: one may wait for another. Without `stateful`, calls with equal inputs may be merged.
+            Several runs, or overlapping iterations, may be inside the function at once, on several threads. None: only
             if there are no outputs.
         rows: the function works on rows: each input has one more axis in front, and so have the results; one call does
             for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. The declared outputs

@@ -44,16 +44,16 @@ class SessionOptions:
         graph: where names in fetches and feeds are looked up; tensors know their own graph.
         devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
         optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
-        loop_batching: with `optimize`, compute matrix products of many iterations of a loop at once if they do not need
-            the loop's variables, or nothing in the loop needs them. Results are the same within rounding.
+        loop_batching: with `optimize`, compute matrix products of many iterations of a loop at once. These products
+            do not need the loop's variables, or nothing in the loop needs them. Results are the same within rounding.
         regions: compile clusters of nodes that never wait into generated Python functions.
         fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
             runs; results are the same but for rounding in transcendental functions.
         cuda_graphs: with `regions`, launch a region of elementwise operations, reductions and products of matrices as
             one CUDA graph. That begins once it has run a few times with the same shapes and the same numbers on the
             host. New; right on the one card it ran on, and about three times as fast there.
-        device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
-            loops, with no copy to the host in between. It needs the package ``cuda-bindings``, which the extras
+        device_while: run loops that decide by arrays on the card, with no copy to the host in between. Their bodies
+            are such operations, branches and loops. It needs the package ``cuda-bindings``, which the extras
             ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop whether the
             card runs it. New; right on the one card it ran on.
         without: names of compiler passes that are left out, such as ``["fold"]``, to find which one a result depends
@@ -84,10 +84,10 @@ class SessionOptions:
             of iterations, fitting iterations keep their values, and the others run again; or values move once memory is
             short. ``"keep"`` leaves them where they are. ``"swap"`` moves all that are large from the first byte.
             ``"recompute"`` has loops save their variables once a segment of iterations, and gradients run each segment
-            forward again: of n iterations, about ``2 * sqrt(n)`` are held, for the time of one more forward loop. A
-            loop that would have to run an effect twice, or a function of yours that is not declared
-            ``@af.op(pure=True)``, is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results
-            are the same within rounding.
+            forward again: of n iterations, about ``2 * sqrt(n)`` are held, for the time of one more forward loop. Some
+            loops would have to run an effect twice, or a function of yours that is not declared ``@af.op(pure=True)``.
+            Such a loop is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results are the
+            same within rounding.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
@@ -98,11 +98,11 @@ class SessionOptions:
             go when the graph does.
         max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for the memory that
             runs of their kind needed before. Three kinds of runs do not count: runs without a scheduler, as they are
-            over at once; runs requested inside a run; and runs that wait for other runs at a queue, an input, a mutex
-            or a barrier, or for the consumer of a stream, until they go on. ``"auto"`` allows two more runs of about
-            the same length than the devices have threads, so that short runs never wait for long ones. It counts no run
-            that waits in any way, such as in a coroutine, no run that shares batches or pools, and no run that takes
-            eight times as long as usual. None for no limit.
+            over at once; runs requested inside a run; and waiting runs, until they go on. These wait for other runs at
+            a queue, an input, a mutex or a barrier, or for the consumer of a stream. ``"auto"`` allows two more runs of
+            about the same length than the devices have threads, so that short runs never wait for long ones. It counts
+            no run that waits in any way, such as in a coroutine. Nor does it count runs that share batches or pools, or
+            take eight times as long as usual. None for no limit.
         max_queued: with `max_runs`, most runs that wait. Further runs, and runs that would not end within their
             ``timeout=``, are refused (`OverloadedError`). None for no limit. Of runs of several priorities
             (`Session.run`) the less important ones give way.

@@ -1,7 +1,7 @@
 """Drives a scheduler: launches the kernels of ready firings and feeds their results back.
 
-A firing that cannot wait is a plain call. It runs on the event loop if it is known to be short, and on one of the
-device's threads if it may take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call
+A firing that cannot wait is a plain call. It runs on the event loop if it is known to be short. It runs on one of the
+device's threads if it may take longer than 0.2 ms. Only a coroutine op costs a task. On an asynchronous device the call
 launches the kernel, whose result counts as there. One executor lives for one run of one partition. The partitions of a
 run meet in its rendezvous, and nothing above them schedules them.
 
@@ -88,7 +88,7 @@ class Executor(PartitionRun):
             self.broken(error)
 
     def _begin(self, feeds: Sequence[Value]) -> None:
-        """Goes on once what is fed is on its way to the device."""
+        """Go on once the feeds are on their way to the device."""
         try:
             if not self.stopped:
                 self.scheduler.start(feeds)

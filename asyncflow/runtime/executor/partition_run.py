@@ -1,4 +1,4 @@
-"""`PartitionRun`: the state of one partition of one run, what it waits for, and how it ends.
+"""`PartitionRun`: the state of one partition of one run, the events it waits for, and how it ends.
 
 An exception ends the run, wherever it is raised: a firing's failure by `PartitionRun.kernel_failed`, any other by
 `PartitionRun.broken`.

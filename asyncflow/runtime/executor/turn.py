@@ -1,7 +1,7 @@
 """A session's share of the event loop: the time that its runs may take before other coroutines get their turn.
 
-All runs of a session share one budget of `BURST_NS` per pass of the event loop. A run that still has ready work when it
-is spent waits in a queue, and the queue goes on in the next pass, first come, first served.
+All runs of a session share one budget of `BURST_NS` per pass of the event loop. When it is spent, runs with ready work
+wait in a queue. The queue goes on in the next pass, first come, first served.
 """
 
 from __future__ import annotations

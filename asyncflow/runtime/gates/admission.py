@@ -5,15 +5,14 @@ of that run: they never wait here, where they might wait for themselves.
 
 With ``max_runs="auto"`` runs wait for others of about their own length alone, so each length has a queue of its own: a
 run of 5 ms does not wait behind one of a minute. A plan that has never been run has a queue for itself. A place is for
-a run that computes. A run has no place while everything left of it waits, in a coroutine or for the consumer of its
-stream, or once it takes too long (`RunQueue.let_go`). Runs that share batches or pools need none at all: the more there
-are, the less each costs.
+a run that computes. A run has no place while all of it waits, in a coroutine or for the consumer of its stream. It has
+none once it takes too long (`RunQueue.let_go`). Runs that share batches or pools need none at all: the more there are,
+the less each costs.
 
-A run steps aside when everything left of it waits in lines of queues, inputs, mutexes and waiting nodes, or for the
-consumer of its stream (`Run.look_aside`); it comes back before a kernel of it goes on. It claims its element, or
-whatever it was called for, before it has its place again: other runs may stand behind it in the line of the queue.
-While a run is aside, runs that wait for atomic runs step aside as well: the atomic run may be the run that waits at a
-queue.
+A run steps aside when all of it waits (`Run.look_aside`): in lines of queues, inputs, mutexes and waiting nodes, or for
+the consumer of its stream. It comes back before a kernel of it goes on. It claims its element, or whatever it was
+called for, before it has its place again: other runs may stand behind it in the line of the queue. While a run is
+aside, runs that wait for atomic runs step aside as well: the atomic run may be the run that waits at a queue.
 """
 
 from __future__ import annotations
@@ -415,9 +414,7 @@ class Admission:
         self._held = [account.lap("runs")[1] for account in self._accounts]
 
     def _needed(self, ticket: AdmissionTicket) -> int:
-        """Return the bytes that a run needed on its fullest device: the bytes held there, less those that other runs
-        reserve.
-        """
+        """Return the bytes that a run needed on its fullest device: the bytes held there, less other runs' reserves."""
         most = max(account.lap("runs")[0] - held for account, held in zip(self._accounts, self._held, strict=True))
         return max(0, most - ticket.queue.reserved_by_others(ticket))
 

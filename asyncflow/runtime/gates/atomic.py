@@ -1,7 +1,7 @@
 """Runs with `atomic=True`: each is one step for all other runs of the session that touch the same states.
 
-Such a run claims its states when it is asked for. It *begins* when the runs in flight that touch them have ended. Until
-it has ended, another run that is asked for
+Such a run claims its states when it is asked for. It *begins* when the runs in flight that touch them have ended. Rules
+for other runs that are asked for until it has ended:
 
 ========================================================  ==========================================================
 touches nothing that is claimed                           starts
@@ -14,7 +14,7 @@ is atomic itself, part of a run that touches its states
 and has not claimed them                                  is refused, as it would wait for that one
 ========================================================  ==========================================================
 
-A run that is part of no other waits for claims in the order in which they were made, and no run in flight waits for it.
+A run that is part of no other waits for claims in the order in which they were made. No run in flight waits for it.
 Only a run that is part of another can close a circle: the outer run holds up others while the inner one waits. The last
 run of a circle to wait finds it. If a claim in the circle has not begun, the run that waits for it goes before it; else
 no run of the circle could go on.
@@ -160,8 +160,8 @@ class AtomicRuns:
         return [c for c in self.claims if c.part not in run.within and not c.states.isdisjoint(run.states)]
 
     def _ahead(self, run: _HeldUp) -> list[Claim]:
-        """Return the claims for which the run waits: without those that wait for a run it is part of, while that is
-        avoidable.
+        """Return the claims for which the run waits. Claims that wait for a run it is part of are left out, while that
+        is avoidable.
         """
         within = run.within
         claims = self._conflicts(run)

@@ -4,8 +4,8 @@ A run that only computes (no effects, no functions or coroutines of the user's) 
 the limit beside others of its kind, it is stopped, and done again alone: when the others have ended, in the order in
 which runs were stopped. While a stopped run waits, new runs of its kind queue behind it, so none starves. A run that
 passes the limit alone fails. The runs that are waited for compute and end, and wait for no other run, so every wait
-ends. What pools and batches still compute for runs that were stopped is waited for, too: it ends by itself. Runs of
-other kinds never wait here, and what they hold is not waited for: they may be waiting for the very run.
+ends. Work of pools and batches that goes on for stopped runs is waited for, too: it ends by itself. Runs of other kinds
+never wait here, and their memory is not waited for: they may be waiting for the very run.
 """
 
 from __future__ import annotations

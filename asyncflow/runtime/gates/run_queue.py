@@ -3,7 +3,7 @@
 Waiting runs stand in one line per priority, by deadline, and then by arrival.
 
 ============ ============================================================ ==============================================
-event        state                                                        what happens
+event        state                                                        action
 ============ ============================================================ ==============================================
 `offer`      there is room, and no run waits                              it starts
 `offer`      as above, and it would end too late beside runs in flight    it is refused: `OverloadedError`
@@ -23,13 +23,13 @@ event        state                                                        what h
 ============ ============================================================ ==============================================
 
 There is room while fewer than `max_runs` are in flight. With a `memory_limit`, the memory that runs of its kind needed
-must also fit beside what is reserved for runs in flight. Where there is room, and no run of its kind is in flight, a
+must also fit beside the memory reserved for runs in flight. Where there is room, and no run of its kind is in flight, a
 run starts whatever is expected of it: so a wrong expectation is corrected, such as after the machine has paused.
 
-The line with the lowest priority number goes first, but for an eighth of the time. Whatever starts, a seventh of its
-expected time is owed to each other line; a line that is owed the expected time of its first run goes next. Places in
-the queue are shared likewise. Runs of higher numbers give way, the last of the highest first, down to an eighth of the
-places; a line with less than that makes any other give way.
+The line with the lowest priority number goes first, but for an eighth of the time. Whichever run starts, a seventh of
+its expected time is owed to each other line. A line that is owed the expected time of its first run goes next. Places
+in the queue are shared likewise. Runs of higher numbers give way, the last of the highest first, down to an eighth of
+the places; a line with less than that makes any other give way.
 
 **Runs that step aside.** A run that waits for other runs leaves its place to them, such as to a run that fills its
 queue. It steps aside meanwhile, and comes back later. For example, with ``max_runs=2`` two runs take elements of an
@@ -39,8 +39,8 @@ behind it. It counts as the time of its last stay, and not for `max_queued`. Run
 `max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more than `max_runs`
 and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
 
-**Runs that take too long.** A run may wait for others in a way that the session cannot see, such as at a lock of a
-function of the user's. So `let_go` stops counting runs that are in flight `_OVERDUE` times as long as runs of their
+**Runs that take too long.** The session may not see that a run waits for others, such as at a lock of a user's
+function. So `let_go` stops counting runs that are in flight `_OVERDUE` times as long as runs of their
 kind take. For example, four runs of 10 ms hold all four places, and wait for a fifth. After 80 ms the queue lets go of
 them, and the fifth run starts. While no run ends, the next runs have `_OVERDUE` times as long as the previous runs had.
 So a burst of runs of unknown length does not start all at once.

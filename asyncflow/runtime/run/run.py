@@ -109,8 +109,8 @@ class Run:
     in_caller: bool = field(init=False)
     """True if it goes on in its caller's task alone.
 
-    Such a run waits in the line of a queue, say. A cancelled task takes no further step. So the run takes no element
-    and puts none once its caller is cancelled, and nothing can cancel the task between a step and its result.
+    Such a run waits in the line of a queue, say. A cancelled task takes no further step. Nothing can cancel it between
+    a step and its result. So the run takes no element and puts none once its caller is cancelled.
     """
     is_in_caller: bool = field(default=False, init=False)
     """True while its caller's task takes steps of it."""

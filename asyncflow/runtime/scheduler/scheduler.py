@@ -22,7 +22,7 @@ Rules (EuroSys '18, fig. 5):
    are parked. The run is done when the root iteration ends.
 
 ======================= ======================== =====================================================================
-event                   state                    what happens
+event                   state                    action
 ======================= ======================== =====================================================================
 token arrives           inputs missing           remembered in the iteration
 token arrives           last input               node becomes ready; ``outstanding`` + 1

@@ -89,8 +89,8 @@ class CheckpointedSession(ABC):
         """Give variables new values for all runs that start from now on, while runs in flight keep the old ones.
 
         The values are read and checked, and plans for them compiled, beside the present ones; then all change in one
-        step of the event loop. So each run sees one version from its first read to its last, batches and pools are
-        computed for members of one version, and no run waits. A run that another one asks for is a run of its own. The
+        step of the event loop. So no run waits, and each run sees one version from its first read to its last. Batches
+        and pools are computed for members of one version. A run that another one asks for is a run of its own. The
         memory of an old version is given back when its last run has ended. Queues, tables and counters of random
         numbers stay.
 

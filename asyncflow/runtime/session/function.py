@@ -53,7 +53,7 @@ Q = ParamSpec("Q")
 class Function(Generic[P]):
     """A Python function that runs as a graph; made by `function`.
 
-    Awaiting ``f(x)`` runs it in the session whose ``async with`` block the caller is in, or else in a session that
+    Awaiting ``f(x)`` runs it in the session of the caller's ``async with`` block. Without one it runs in a session that
     lives as long as the event loop. Called while a graph is being built, it is inlined into that graph.
     """
 

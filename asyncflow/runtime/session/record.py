@@ -1,8 +1,8 @@
 """Records of runs, for repeating a run, firing by firing, in another process.
 
-A record is one JSON file. It has the text of the graph, the feeds, the variables and tables as they were before, the
-options of the session, and the order in which nodes were taken. It also has the answers of other runs (`PickLog`) and
-of user functions (`asyncflow.ops.user.recorded_calls`), and the end of the run.
+A record is one JSON file. It has the text of the graph, the feeds, and the variables and tables as they were before. It
+has the session's options, and the order in which nodes were taken. It also has the answers of other runs (`PickLog`)
+and of user functions (`asyncflow.ops.user.recorded_calls`), and the end of the run.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ class Session(CheckpointedSession, NotPickled):
         """Compute a share of the calls of batched functions member by member as well, and compare the results.
 
         If a member by itself gives another result, beyond rounding, a warning of the logger ``asyncflow.runtime`` names
-        the result and the call. Results must not depend on the members that share a call, so such a difference is a
+        the result and the call. Results must not depend on the members that share a call. So such a difference is a
         fault, of a function of yours that takes rows, or of ours.
 
         Args:
@@ -391,8 +391,8 @@ class Session(CheckpointedSession, NotPickled):
             feeds: values for placeholders, or for any other tensor outside branches and loops. Copied, above 1 MiB on a
                 thread, during which the array is not to be written to; taken as they are if they are read-only and own
                 their memory, or look at `bytes`. Strict about dtype and shape. Arrays of other libraries are read by
-                DLPack. An array on a card is copied there, in the order of its library's current stream, or read on a
-                thread if it is needed on the host.
+                DLPack. An array on a card is copied there, in the order of its library's current stream. If it is
+                needed on the host, it is read on a thread.
             timeout: seconds until `DeadlineExceeded`.
             trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``,
                 ``.html``, and with matplotlib ``.png``, ``.svg``).

@@ -45,8 +45,8 @@ class SessionStatistics(NamedTuple):
         used_bytes: bytes held in the memory of each device, by its name. On a CUDA device that is all of this session
             there, in pieces of 512 bytes: values of runs, constants, variables, captured CUDA graphs, and values
             fetched by `on_device`, until the first run after their last reference is gone. On a CPU it is arrays of 4
-            KiB or more that runs have made. These are values inside compiled runs, variables that a run has assigned,
-            results while the caller keeps them, and all arrays that TensorArrays and loops with gradients keep. Feeds,
+            KiB or more that runs have made: values inside compiled runs, variables that a run has assigned, and results
+            while the caller keeps them. All arrays that TensorArrays and loops with gradients keep count, too. Feeds,
             constants, and initial values of variables belong to the caller. With a limit, small values that stores keep
             count too, and results that a caller has got count no longer.
         memory: of each device, by its name.
@@ -56,8 +56,8 @@ class SessionStatistics(NamedTuple):
         batches: of each batched function that runs have called, by its name in the graph.
         late: number of refused runs whose turn came too late.
         queued_bytes: with `max_queued_bytes`, bytes of the feeds of queued runs.
-        aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, or for the consumer of
-            their stream, and have given their place to others until they go on. Runs that wait for an atomic run
+        aside: with `max_runs`, runs in flight that have given their place to others until they go on. They wait at a
+            queue, input, mutex or barrier, or for the consumer of their stream. Runs that wait for an atomic run
             meanwhile count, too. With ``max_runs="auto"`` also runs that wait in coroutines.
         limits: of each function with limits (``@af.op(timeout=, retries=, ...)``) that runs have called, by its name.
     """

@@ -7,7 +7,7 @@ device of several threads a call may be made in parts at once, if that takes les
 free once all of them have ended.
 
 ======================== ============================================ ================================================
-event                    state                                        what happens
+event                    state                                        action
 ======================== ============================================ ================================================
 `offer`                                                               the member waits
 `withdraw`               waits                                        it leaves; the others are as they were

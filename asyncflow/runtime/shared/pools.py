@@ -81,7 +81,7 @@ class _Steps:
         return 1 if call is None else max(1, int(time_ns / max(call.expected_ns(size), 1.0)))
 
     def expected_ns(self, size: int) -> float:
-        """Return the time of a step on so many elements; 0 if it is not known."""
+        """Return the time of a step on `size` elements; 0 if it is not known."""
         return 0.0 if self._call is None else self._call.expected_ns(size)
 
     def call(self, given: list[Array], size: int, most: int) -> list[Array]:

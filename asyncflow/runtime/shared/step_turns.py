@@ -5,7 +5,7 @@ its steps; a CPU has room for several long ones. A stepper that is alone, or of 
 asking: each makes a step, or a launch, before any makes its next one.
 
 ======== ============================================================== ===============================================
-event    state                                                          what happens
+event    state                                                          action
 ======== ============================================================== ===============================================
 `come`                                                                  it has work, until it has `gone`
 `ask`    steppers of lower ranks, with others that make a step there,   it begins

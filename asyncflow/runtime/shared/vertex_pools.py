@@ -245,7 +245,7 @@ class VertexPool(SharedWork):
             self.tell(member, found)
 
     def fail_all(self, error: Exception) -> None:
-        """See `SharedWork.fail_all`; those whose sets are all computed have their results."""
+        """See `SharedWork.fail_all`; members whose sets are all computed have their results."""
         self._deliver()
         self._fail(self.members(), error)
         del error

@@ -49,8 +49,8 @@ def on_device(fetches: Nest) -> Nest:
     counters, come as NumPy arrays from any device.
 
     Do not write to it: a variable, a constant or another fetch may be the same array. Its memory is used again once it
-    and all views of it are gone, after the work given to CuPy's and PyTorch's current streams by then. Wait yourself
-    for other streams that read it.
+    and all views of it are gone. New uses come after the work given to CuPy's and PyTorch's current streams by then.
+    Wait yourself for other streams that read it.
 
     Args:
         fetches: any nest of tensors, variables and names, for `Session.run` and `Session.prepare`.

@@ -1,8 +1,8 @@
 """Fed arrays of other libraries: read by DLPack on the host, or left in the memory of a card.
 
-A feed is a snapshot. If a CUDA device uses it, it is copied on the card when the run starts, in the order of the stream
-that its library writes to. If the run needs it on the host, it is read on a thread. Code that has to wait before that
-gets a copy first, made by the library itself.
+A feed is a snapshot. If a CUDA device uses it, it is copied on the card when the run starts. The copy is in the order
+of its library's stream. If the run needs it on the host, it is read on a thread. Code that has to wait before that gets
+a copy first, made by the library itself.
 """
 
 from __future__ import annotations

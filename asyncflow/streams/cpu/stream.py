@@ -14,7 +14,7 @@ Three objects, so that dropping a stream ends its thread::
 | abandoned           | `aclose` ran out of grace  | `SessionClosedError` | ends its job, refuses the rest, ends   |
 | forked              | fork, in the child         | `SessionClosedError` | does not exist                         |
 
-NumPy and BLAS release the GIL inside large kernels, so a thread is worth having.
+NumPy and BLAS release the GIL inside large kernels: a thread of its own pays off.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ for all::
     loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
 
 A stream does its work in order, so the oldest ticket never holds up another that could be delivered. Python code never
-runs on a driver thread. A host function would stall its stream until it has the GIL, and may deadlock with a thread
-that has the GIL and waits for the driver. The driver does not call it at all once the device is in error.
+runs on a driver thread. A host function would stall its stream until it has the GIL. It may deadlock with a thread that
+has the GIL and waits for the driver. The driver does not call it at all once the device is in error.
 
 | state of a `Reaper` | enters by                 | giving a ticket      | the thread                                 |
 |---------------------|---------------------------|----------------------|--------------------------------------------|

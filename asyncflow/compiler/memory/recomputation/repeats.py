@@ -1,6 +1,6 @@
 """Running a part of a loop's body again, for its gradient: the part, its permission, and a copy of it.
 
-The copy gives the same bits. It is placed with the nodes that it repeats, its random numbers are the repeated
+The copy gives the same bits. It is placed with the nodes that it repeats. Its random numbers are the repeated
 iteration's, and it gets the values that the iteration read of variables. Effects, coroutines and functions of users are
 never run twice; neither is a node that uses up a TensorArray.
 """

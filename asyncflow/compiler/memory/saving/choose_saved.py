@@ -1,9 +1,9 @@
 """Pass: saves those values of a loop from which its gradient computes the others cheaply, if that takes less memory.
 
-A gradient is built from the values that its rules ask for, and a loop saves each of them. Among the values that these
-are computed from by cheap ops (elementwise ones, casts and views), a minimum cut (`min_cut`) finds the set of least
-bytes. The gradient's body computes the others again, next to their use, by the same kernels from the same inputs. An
-LSTM cell need not save tanh(c) beside c.
+A gradient is built from the values that its rules ask for, and a loop saves each of them. These are computed from other
+values, in part by cheap ops (elementwise ones, casts and views). Among all of them a minimum cut (`min_cut`) finds the
+set of least bytes. The gradient's body computes the others again, next to their use, by the same kernels from the same
+inputs. An LSTM cell need not save tanh(c) beside c.
 
 Constants, counters and captures need no saving. Values in one buffer, such as an iteration's result and the next one's
 variable, count once. A kernel that runs again has a price in bytes: saving so little costs less than that.

@@ -2,8 +2,8 @@
 
 A view keeps all of its array in memory. A loop that carries ``big[-1]`` and saves it for a gradient would hold the
 whole of ``big`` in each iteration. So where the parts that a loop keeps of an array are at most half of it, each part
-is copied; the copy is saved and carried on. Nothing is copied if the loop saves the array itself, or if the parts
-together are most of it, as the gates of a cell are.
+is copied; the copy is saved and carried on. Nothing is copied if the loop saves the array itself. Nor is it if the
+parts together are most of the array, as the gates of a cell are.
 """
 
 from __future__ import annotations

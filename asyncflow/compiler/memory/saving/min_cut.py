@@ -1,9 +1,9 @@
 """Values of a computation to keep, so that others can be computed again, at the least cost: a minimum cut.
 
 Each value can be kept, at a cost, or computed again from its inputs, at a price, or it is not needed. A cut of a
-network chooses: there is an arc through each value, which is cut if the value is kept, and behind the cut are the
-values that are computed again. The greatest flow is as large as the smallest cut (Ford and Fulkerson 1956); it is found
-along shortest paths, many at a time (Dinic 1970).
+network chooses: there is an arc through each value, which is cut if the value is kept. Behind the cut are the values
+that are computed again. The greatest flow is as large as the smallest cut (Ford and Fulkerson 1956); it is found along
+shortest paths, many at a time (Dinic 1970).
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ is found from the primitives. A value is live under the `sides` of predicates th
 Merge of both sides of a predicate is live whether it holds or not; a loop's Merge is live in each iteration.
 
 A loop is *regular* if its variables go on together, by one predicate. Everything in it then arrives in every iteration
-that starts, dead or live, on any device. In a loop on a branch not taken, a value that does not come from the branch,
-such as a counter that begins with a constant, would be live all the same. If no node can observe the difference, it is
-made dead. A loop that is not regular stays on one device, and so do nodes that use a value whose deadness is unknown.
+that starts, dead or live, on any device. In a loop on a branch not taken, some values do not come from the branch, such
+as a counter that begins with a constant. They would be live all the same. If no node can observe the difference, they
+are made dead. A loop that is not regular stays on one device, and so do nodes that use a value whose deadness is
+unknown.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ _LAUNCHES = 32
 
 @dataclass(slots=True, kw_only=True)
 class RegionGenerator(Source):
-    """A writer of a region's function; see `Source` for what it is written in.
+    """A writer of a region's function; see `Source` for its lines and names.
 
     Args:
         region: what to run.

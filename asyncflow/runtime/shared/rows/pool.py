@@ -14,7 +14,7 @@ once as many wait as there are rows. Then there are few groups: each is at least
 rows that have ended.
 
 ======================== =============================================================================================
-event                    what happens
+event                    action
 ======================== =============================================================================================
 `join`                   the activation waits
 `admit`                  waiting ones become rows behind the others, as far as there is room: the lowest priority
