@@ -51,7 +51,7 @@ def _shape_if_whole(x: Tensor) -> Shape:
         try:
             if node.op is GETITEM:
                 inferred = Spec(x.dtype, _indexed(node.inputs, node.attrs["key"], shapes[0]))
-            elif node.op.is_pure and node.inputs and not node.subgraphs:
+            elif node.op.is_pure and node.inputs:
                 specs = [Spec(source.dtype, shape) for source, shape in zip(node.inputs, shapes, strict=True)]
                 inferred = node.op.infer(*specs, **node.attrs)
             told = (inferred,) if isinstance(inferred, Spec) else inferred

@@ -89,5 +89,16 @@ UPDATE: Final = Purpose(
 )
 """The function of an update runs any number of times until no other update came between."""
 
+SAME_FOR_ALL: Final = Purpose(
+    dict.fromkeys((Fact.CALLS, Fact.CALLS_PURE, Fact.DRAWS), "it may give another value in each run")
+    | dict.fromkeys((Fact.BODIES, Fact.GIVEN), "its value comes from what each run does")
+)
+"""Runs share the node's value. Nodes that write are refused, too."""
+
+REPLACE: Final = Purpose(dict.fromkeys(Fact, "it does more than compute a value from its inputs"))
+"""Another computation takes the node's place: one while compiling, one for equal nodes or for all iterations of a loop,
+or one more for a gradient. Each `Op` has the answer at hand, as `Op.is_pure`.
+"""
+
 MOVE: Final = Purpose(dict.fromkeys(set(Fact) - {Fact.DRAWS}, "it does more than compute a value"))
 """The node runs on another device than its neighbours, or, if nothing uses its outputs, not at all."""

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.facts import Fact
+from asyncflow.graph.facts import REPLACE, Fact
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel, Namespace
@@ -135,7 +135,7 @@ class Op:
             place.
         facts: reasons why passes may not move its nodes, or run them again (`asyncflow.graph.facts`).
         is_pure: True if its outputs depend on its inputs and attributes alone, and it has no other visible effect:
-            there are no facts.
+            `asyncflow.graph.facts.REPLACE` allows it, since there are no facts.
     """
 
     name: str = field(kw_only=False)
@@ -170,7 +170,7 @@ class Op:
     def __post_init__(self) -> None:
         facts = _facts_of(self)
         object.__setattr__(self, "facts", facts)
-        object.__setattr__(self, "is_pure", not facts)
+        object.__setattr__(self, "is_pure", REPLACE.allows(self))
         if self.traits is _UNSAID and self.is_pure and not self.runs_on_host:
             raise GraphError(f"op {self.name!r} does not say traits=, such as NEW or OPAQUE of asyncflow.graph.op")
 

@@ -341,7 +341,10 @@ class _BodyAtHand(NamedTuple):
 
 
 def _copied(node: Node, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of a node that is the same for every row."""
+    """Return the outputs of a node that is the same for every row.
+
+    No `Copier` makes the node: its inputs may have other shapes than the original's, so its outputs are inferred anew.
+    """
     graph = graph_for()
     local = [graph.import_tensor(x) for x in inputs]
     specs = node.op.infer(*(x.spec for x in local), **node.attrs)

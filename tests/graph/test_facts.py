@@ -11,7 +11,9 @@ from asyncflow.graph.facts import (
     ITERATE_AGAIN,
     MOVE,
     RECOMPUTE,
+    REPLACE,
     RUN_AGAIN,
+    SAME_FOR_ALL,
     UPDATE,
     Fact,
     Purpose,
@@ -45,24 +47,24 @@ FACTS: dict[frozenset[Fact], str] = {
 """The ops that are not pure, by what sets them apart."""
 
 REFUSED = {
-    # facts: RECOMPUTE, ITERATE_AGAIN, RUN_AGAIN, CALL_AGAIN, UPDATE, MOVE
+    # facts: RECOMPUTE, ITERATE_AGAIN, RUN_AGAIN, CALL_AGAIN, UPDATE, MOVE, REPLACE, SAME_FOR_ALL
     frozenset(): "",
-    frozenset({B}): "update move",
-    frozenset({G}): "update move",
-    frozenset({H}): "recompute iterate_again update move",
-    frozenset({H, D}): "recompute iterate_again update move",
-    frozenset({D}): "update",
-    frozenset({E}): "recompute iterate_again update move",
-    frozenset({E, D}): "recompute iterate_again update move",
-    frozenset({E, C}): "recompute iterate_again run_again call_again update move",
-    frozenset({E, W}): "recompute iterate_again run_again update move",
-    frozenset({E, W, D}): "recompute iterate_again run_again update move",
-    frozenset({E, W, C}): "recompute iterate_again run_again call_again update move",
-    frozenset({E, W, J}): "recompute iterate_again run_again update move",
-    frozenset({C}): "recompute iterate_again run_again call_again move",
-    frozenset({C, A}): "recompute iterate_again run_again call_again update move",
-    frozenset({P}): "run_again move",
-    frozenset({P, A}): "iterate_again run_again update move",
+    frozenset({B}): "update move replace same_for_all",
+    frozenset({G}): "update move replace same_for_all",
+    frozenset({H}): "recompute iterate_again update move replace",
+    frozenset({H, D}): "recompute iterate_again update move replace same_for_all",
+    frozenset({D}): "update replace same_for_all",
+    frozenset({E}): "recompute iterate_again update move replace",
+    frozenset({E, D}): "recompute iterate_again update move replace same_for_all",
+    frozenset({E, C}): "recompute iterate_again run_again call_again update move replace same_for_all",
+    frozenset({E, W}): "recompute iterate_again run_again update move replace",
+    frozenset({E, W, D}): "recompute iterate_again run_again update move replace same_for_all",
+    frozenset({E, W, C}): "recompute iterate_again run_again call_again update move replace same_for_all",
+    frozenset({E, W, J}): "recompute iterate_again run_again update move replace",
+    frozenset({C}): "recompute iterate_again run_again call_again move replace same_for_all",
+    frozenset({C, A}): "recompute iterate_again run_again call_again update move replace same_for_all",
+    frozenset({P}): "run_again move replace same_for_all",
+    frozenset({P, A}): "iterate_again run_again update move replace same_for_all",
 }
 """The purposes for which ops with these facts are refused."""
 
@@ -73,6 +75,8 @@ PURPOSES = {
     "call_again": CALL_AGAIN,
     "update": UPDATE,
     "move": MOVE,
+    "replace": REPLACE,
+    "same_for_all": SAME_FOR_ALL,
 }
 
 

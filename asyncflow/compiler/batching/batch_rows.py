@@ -79,7 +79,7 @@ class Classes:
                 self.products[node] = None
 
     def _may_move(self, node: Node) -> bool:
-        if node.op.kernel is None or not (node.op.is_pure and node.single) or node.control_inputs:
+        if not (node.op.is_pure and node.single) or node.control_inputs:
             return False
         if not node.inputs or not all(tensor in self.varying or tensor in self.fixed for tensor in node.inputs):
             return False

@@ -15,6 +15,7 @@ from asyncflow.compiler.program.kernels.work import assumed, flops_of, makes_wha
 from asyncflow.devices.machine.cost import NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.facts import Fact
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values.shapes import Shape, is_static, size_of
 from asyncflow.graph.values.spec import Spec
@@ -113,7 +114,7 @@ def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence
     if flops is not None:
         return NS_PER_CALL + NS_PER_FLOP * flops
     made = max([size_of(shape) or 0 for shape in output_shapes], default=0)
-    if node.op.is_random or node.op.needs_context:  # of what it is given it may draw once for each element, too
+    if Fact.DRAWS in node.op.facts:  # of what it is given it may draw once for each element, too
         return NS_PER_CALL + NS_PER_DRAW * max(made, *(size_of(shape) or 0 for shape in input_shapes), 0)
     if "T" in [tensor.spec.dtype.kind for tensor in (*node.inputs, *node.outputs)]:
         return NS_PER_CALL + NS_PER_STRING * made

@@ -4,6 +4,9 @@ Needed are the fetches and everything they depend on, up to the fed tensors. Whe
 the shape is found from other shapes if possible. A check of a shape is left out if it alone would need further values.
 Inside branches and loops, needed are the used results and, if effects are ordered, every node with a side effect.
 Unused loop variables and branch results are dropped.
+
+No `Copier` makes the copy, since it would repeat all inputs and outputs of a branch or loop. Nodes keep their names
+here, and the back edges of loops written by hand are closed at the end.
 """
 
 from __future__ import annotations

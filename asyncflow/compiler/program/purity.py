@@ -1,4 +1,7 @@
-"""The rules of what a pass may do with a node: leave it out, run it elsewhere, run it while compiling."""
+"""The rules of what a pass may do with a node: leave it out, run it elsewhere, run it again.
+
+They add to what `asyncflow.graph.facts` says of the op what a node tells: its edges, and the types of its values.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,16 @@ def may_be_left_out(node: Node) -> bool:
     if op is CONSTANT or cannot_fail(node):
         return True
     return op.is_total and MOVE.allows(op) and has_variants((*node.inputs, *node.outputs))
+
+
+def may_run_again(node: Node) -> bool:
+    """Return True if a gradient may compute the node again, at any cost: its values depend on its inputs alone.
+
+    An op that runs on the host may not: a card copies its inputs out and its outputs in.
+    """
+    if not node.op.is_pure or node.op.runs_on_host or node.control_inputs:
+        return False
+    return not has_variants((*node.inputs, *node.outputs))
 
 
 def has_variants(tensors: Iterable[Tensor]) -> bool:

@@ -26,8 +26,8 @@ from asyncflow.graph.building.build import (
     placeholder,
     refuse_coroutines,
 )
-from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
-from asyncflow.graph.facts import CALL_AGAIN
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.facts import CALL_AGAIN, SAME_FOR_ALL
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, derivative
@@ -643,16 +643,14 @@ def is_same_for_all(x: Tensor) -> bool:
             continue
         seen.add(node)
         # Branches and loops are not looked into: to say no costs a row for each member, and is always right.
-        if node.op is PLACEHOLDER or node.op.is_random or node.op.is_user or node.subgraphs:
-            return False
         if node.op is PARAMETER:
             outer = captured_by(node)
             if outer is None:
                 return False
             stack.append(outer)
-        elif node.op is not CONSTANT:
-            if any(access is Access.WRITE for _, access in node_effects(node)):
-                return False
+        elif not SAME_FOR_ALL.allows(node.op) or any(access is Access.WRITE for _, access in node_effects(node)):
+            return False
+        else:
             stack.extend(node.inputs)
     return True
 

@@ -9,6 +9,7 @@ from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.graph.building.build import constant
 from asyncflow.graph.builtin import is_constant
+from asyncflow.graph.facts import Fact
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.graph.values.shapes import is_static, relax
@@ -156,7 +157,7 @@ class _RowsLoop:
             if spec.shape != first.shape and is_static(first.shape):
                 raise CannotLift(f"{node.name} is left by each row for itself, with values of different shapes")
         # It is computed for the next iteration within one, and before the first.
-        if any(each.op.is_random or each.op.needs_context for level in levels(node.predicate) for each in level.nodes):
+        if any(Fact.DRAWS in each.op.facts for level in levels(node.predicate) for each in level.nodes):
             raise CannotLift(f"{node.name} draws whether it goes on, for each row by itself")
         stores = [place for place, spec in enumerate(specs) if spec.dtype == VARIANT]
         carried = any(x.has_rows and x.tensor.dtype == VARIANT for x in inputs[node.n_vars :])

@@ -31,7 +31,7 @@ from asyncflow.compiler.memory.saving.copy_parts import copy_parts
 from asyncflow.compiler.memory.saving.min_cut import Cut, smallest_cut
 from asyncflow.compiler.memory.store_paths import LoopStore, StorePaths, StoreReader, stores_of
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.compiler.program.purity import has_variants
+from asyncflow.compiler.program.purity import may_run_again
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.building.copying import Copier, copied
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
@@ -360,14 +360,6 @@ def counter_start(value: Tensor, loop: WhileNode) -> Tensor | None:
 def is_cheap(node: Node) -> bool:
     """Return True if a gradient may cheaply compute the node again: an elementwise op, a cast or a view."""
     return (node.op.traits.is_cheap or node.op.rows == "elementwise") and may_run_again(node)
-
-
-def may_run_again(node: Node) -> bool:
-    """Return True if a gradient may compute the node again, at any cost: its values depend on its inputs alone."""
-    op = node.op
-    if not op.is_pure or op.runs_on_host or node.control_inputs:
-        return False
-    return not has_variants((*node.inputs, *node.outputs))
 
 
 def price_of_cheap(value: Tensor) -> int | None:
