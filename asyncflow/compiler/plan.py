@@ -389,7 +389,8 @@ class Plan:
         devices, the text also gives the reason for each node's device, and counts the values that go from device to
         device. It tells which control flow written by hand stays on one device and why. It lists the products of loops
         that are done for several iterations at once. With CUDA devices, also whether a card runs a loop by itself
-        (`Session(device_while=True)`), and if not, why.
+        (`Session(device_while=True)`), and if not, why. A region on a card is launched as CUDA graphs
+        (`Session(cuda_graphs=True)`), whose number by now it gives, or a node, option or rule prevents that.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
@@ -453,17 +454,20 @@ class Plan:
         """Describe a node, and the reason for its device, if there was a choice; of a region, the reason of each
         node.
         """
-        line = f"    {_explain(node)}"
+        lines = [f"    {_explain(node)}"]
+        if node.region is not None and node.region.launching:
+            graphs = getattr(node.kernel, "graphs", None)
+            lines.append(f"      # {node.region.launching}{'' if graphs is None else f': {graphs}'}")
         if len(self.partitions) == 1:
-            return [line]
+            return lines
         reasons = self.placement.reasons
         if node.source.op is not REGION:
-            return [f"{line}  # {reasons[node.name]}" if node.name in reasons else line]
+            return [f"{lines[0]}  # {reasons[node.name]}"] if node.name in reasons else lines
         names: dict[str, list[str]] = {}
         for inner in node.source.attrs["region"].nodes:
             if inner.name in reasons:
                 names.setdefault(reasons[inner.name], []).append(inner.name)
-        return [line, *(f"      # {', '.join(together)}: {reason}" for reason, together in names.items())]
+        return [*lines, *(f"      # {', '.join(together)}: {reason}" for reason, together in names.items())]
 
 
 _COMPILED = tuple(field.name for field in fields(Plan) if field.name not in ("request", "cost", "used", "is_shared"))

@@ -60,26 +60,42 @@ class GraphCache(Generic[Graph]):
     Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
     """
 
-    __slots__ = ("_found", "_is_refused", "_label", "_warm_ups")
+    __slots__ = ("_found", "_has_other_inputs", "_label", "_refusal", "_warm_ups")
 
     def __init__(self, label: str, warm_ups: int | None = None) -> None:
         self._label = label
         self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
         self._found: dict[Hashable, int | Graph] = {}
-        self._is_refused = False
+        self._refusal = ""
+        self._has_other_inputs = False
+
+    def __str__(self) -> str:
+        """Say how many graphs there are by now, or why there will be none."""
+        if self._refusal:
+            return f"none is made: {self._refusal}"
+        made, seen = sum(not isinstance(found, int) for found in self._found.values()), len(self._found)
+        kinds = f"{made} made, for {seen} {'kind' if seen == 1 else 'kinds'} of inputs"
+        return f"{kinds}, and calls with inputs that have none" if self._has_other_inputs else kinds
 
     @property
     def is_refused(self) -> bool:
         """True if nothing will be captured any more, so that no key is needed."""
-        return self._is_refused
+        return bool(self._refusal)
 
     def get(self, key: Hashable, make: Callable[[], Graph]) -> Graph | None:
-        """The graph for `key`, which ``make()`` captures when it is time; None if there is none, now or ever."""
+        """The graph for `key`, which ``make()`` captures when it is time; None if there is none, now or ever.
+
+        The key None is that of inputs whose graph could not be told from others: it has none.
+        """
+        if key is None:
+            self._has_other_inputs = True
+            return None
         seen = self._found.get(key, 0)
         if not isinstance(seen, int):
             return seen
         if not seen and len(self._found) >= MOST_KEYS:
-            self._is_refused = all(isinstance(found, int) for found in self._found.values())
+            if all(isinstance(found, int) for found in self._found.values()):
+                self._refusal = f"none of {MOST_KEYS} kinds of inputs has come {self._warm_ups + 1} times"
             return None
         if seen < self._warm_ups:
             self._found[key] = seen + 1
@@ -91,7 +107,7 @@ class GraphCache(Generic[Graph]):
 
     def launched(self, key: Hashable, make: Callable[[], Graph], launch: Callable[[Graph], Result]) -> Result | None:
         """The results of ``launch(graph)``; None if there is no graph for `key`, or no room for its results."""
-        graph = None if key is None else self.get(key, make)
+        graph = self.get(key, make)
         if graph is None:
             return None
         try:
@@ -115,12 +131,13 @@ class GraphCache(Generic[Graph]):
         _log.debug("no CUDA graph of %s", self._label, exc_info=error)
         error.__traceback__ = None  # its frames hold the graph's memory
         self.clear()
-        self._is_refused = True
+        self._refusal = f"{type(error).__name__}: {error}"
 
     def clear(self) -> None:
         """Forget all graphs; their memory is free in the order of their stream. Start anew."""
         self._found.clear()
-        self._is_refused = False
+        self._refusal = ""
+        self._has_other_inputs = False
 
 
 def driven(function: Kernel) -> Kernel:

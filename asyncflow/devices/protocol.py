@@ -69,7 +69,7 @@ class KernelInfo:
             host; they are copied in.
         launches: how many kernels a region launches at a time.
         captures: a region may become a CUDA graph.
-        could_capture: it might, if the session asked for it; known on simulated devices only.
+        could_capture: it might, if the session asked for it.
         recipe: the kernel's ingredients, if it is a plain function of arrays; None if it uses state or user code, or
             checks its results.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
@@ -374,7 +374,8 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
 
-        With `is_generator` it gives a generator, each step of which enqueues some of the region.
+        With `is_generator` it gives a generator, each step of which enqueues some of the region. Its attribute `graphs`
+        is for `Plan.explain`: as a string, the graphs that the region has become.
         """
         raise NotImplementedError(f"{self.name} does not run regions, and was given {info.name}")
 

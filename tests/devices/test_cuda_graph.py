@@ -248,7 +248,7 @@ def test_memory_of_a_graph_counts_and_is_no_one_elses(fake: FakeCupy, card: Card
         assert [int(other.get()[0]) for other in others] == list(range(20))
         del others
     assert card.pool.account.used == used
-    region.captured._graphs.clear()
+    region.captured.graphs.clear()
     gc.collect()
     assert card.pool.account.used == 0
     assert region(np.ones(128))[0].tolist() == [1.0] * 128

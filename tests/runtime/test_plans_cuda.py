@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices import captures
 from asyncflow.devices.cuda import device
 from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, shared_slab
 from asyncflow.errors import SessionClosedError
@@ -187,16 +188,17 @@ LOOPS: dict[str, tuple[Loop, tuple[int | None, ...], list[str]]] = {
         lambda x: af.while_loop(is_small, lambda v: sorts(v) + 1, x, name="outer"),
         (5,),
         [
-            f"outer on cuda:0: {READS}: in outer/body/inner, outer/body/inner/body/sort (sort) cannot be in a "
-            "CUDA graph",
-            f"outer/body/inner on cuda:0: {READS}: outer/body/inner/body/sort (sort) cannot be in a CUDA graph",
+            f"outer on cuda:0: {READS}: in outer/body/inner, outer/body/inner/body/sort (sort, HERE) does "
+            "more than launch kernels",
+            f"outer/body/inner on cuda:0: {READS}: outer/body/inner/body/sort (sort, HERE) does more than launch "
+            "kernels",
         ],
     ),
     "one inside": (
         lambda x: af.while_loop(is_small, lambda v: af.sort(own(v, "inner")), x, name="outer"),
         (5,),
         [
-            f"outer on cuda:0: {READS}: outer/body/sort (sort) cannot be in a CUDA graph",
+            f"outer on cuda:0: {READS}: outer/body/sort (sort, HERE) does more than launch kernels",
             "outer/body/inner on cuda:0: the card runs it, with the branches and loops in it",
         ],
     ),
@@ -211,7 +213,8 @@ def explained(make: Loop, shape: tuple[int | None, ...], **options: Any) -> list
         with af.device("cuda:0"):
             y = make(x)
     plan = af.Session(graph, ["cuda:0", "cuda:1"], **options).plan(y, [x])
-    return [line for line in plan.explain().splitlines() if "the host drives" in line or "the card runs" in line]
+    lines = re.sub(rf"{re.escape(__file__)}:\d+", "HERE", plan.explain()).splitlines()
+    return [line for line in lines if "the host drives" in line or "the card runs" in line]
 
 
 @pytest.mark.parametrize("case", LOOPS)
@@ -227,4 +230,86 @@ def test_a_plan_for_cpus_says_nothing_of_it() -> None:
     with af.Graph() as graph:
         x = af.placeholder("float32", (5,))
         y = own(x)
-    assert "drives" not in af.Session(graph).plan(y, [x]).explain()
+    explained = af.Session(graph).plan(y, [x]).explain()
+    assert "drives" not in explained
+    assert "kernels" not in explained
+
+
+def chain(x: af.Tensor) -> af.Tensor:
+    for _ in range(6):
+        x = af.sum(x) + x @ np.eye(5, dtype=np.float32)
+    return x
+
+
+REGIONS: dict[str, tuple[Callable[[af.Tensor], Any], dict[str, Any], str]] = {
+    "not asked for": (chain, {}, "one by one: Session(cuda_graphs=True) makes a graph of them"),
+    "asked for": (chain, {"cuda_graphs": True}, "becomes a CUDA graph for each kind of inputs that comes again: "),
+    "no gain": (
+        lambda x: af.tanh(x) @ x,
+        {},
+        "one by one: 2 kernels would become a graph with 2 arrays to copy, without gain",
+    ),
+    "state": (
+        lambda x: chain(x * af.Variable(np.float32(2), name="scale")),
+        {"cuda_graphs": True},
+        "one by one: scale/read (variable_read, HERE) reads or writes state",
+    ),
+    "stores": (
+        lambda x: af.scan(lambda total, y: total + y, x, x[0])[1],
+        {"cuda_graphs": True},
+        "one by one: tensor_array (tensor_array, HERE) keeps arrays in a store, and 4 nodes more",
+    ),
+    "checks": (chain, {"cuda_graphs": True, "check_numerics": True}, "one by one: check_numerics=True looks at every"),
+    "branches": (
+        lambda x: af.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, af.sort(v)), (0, x))[1],
+        {"cuda_graphs": True},
+        "sort (sort, HERE) does more than launch kernels",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REGIONS)
+def test_a_plan_says_how_regions_are_launched(cupy: FakeCupy, case: str) -> None:
+    make, options, expected = REGIONS[case]
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (5,))
+        y = make(x)
+    explained = af.Session(graph, ["cuda:0"], **options).plan(y, [x]).explain()
+    explained = re.sub(rf"{re.escape(__file__)}:\d+", "HERE", explained)
+    assert any(expected in line for line in explained.splitlines() if line.startswith("      # ")), explained
+
+
+def test_a_plan_counts_the_graphs_that_there_are(cupy: FakeCupy) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (None, 5))
+        y = chain(x)
+
+    async def main() -> list[str]:
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            found = []
+            for rows in (2, 2, 2, 3):
+                await session.run(y, {x: np.ones((rows, 5), np.float32)})
+                found.append(session.plan(y, [x]).explain().partition("comes again: ")[2].partition("\n")[0])
+            return found
+
+    assert asyncio.run(main()) == [
+        "0 made, for 1 kind of inputs",
+        "0 made, for 1 kind of inputs",
+        "1 made, for 1 kind of inputs",
+        "1 made, for 2 kinds of inputs",
+    ]
+
+
+def test_a_plan_tells_why_a_loop_is_too_long_for_a_graph(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "_MOST_PIECES", 1)
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (5,)), af.placeholder("int64", ())
+        y = af.while_loop(lambda i, _: i < n, lambda i, v: (i + 1, chain(v)), (0, x))[1]
+
+    async def main() -> str:
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            for _ in range(3):
+                await session.run(y, {x: np.zeros(5, np.float32), n: 40})
+            return session.plan(y, [x, n]).explain()
+
+    assert "none is made: NotCapturableError: its loops are too long to be captured" in asyncio.run(main())

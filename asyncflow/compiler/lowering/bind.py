@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -29,13 +29,13 @@ from asyncflow.compiler.program.kernels.kernels import (
 from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.request import PlanOptions
-from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, why_not_captured
 from asyncflow.compiler.regions.code.codegen import RegionGenerator
 from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
-from asyncflow.devices.protocol import Device, is_coroutine_kernel
+from asyncflow.devices.protocol import Capabilities, Device, is_coroutine_kernel
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.told import ToldAccount
 from asyncflow.graph.frames import FramePath
@@ -130,14 +130,26 @@ class Binding:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
         code = generator(bind=bind, enqueues=True).generate(node.name)
-        # A graph that is replayed raises nothing.
-        asks = launching.capabilities.capture_if(self.options.cuda_graphs) or launching.charge is not None
-        could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
         asked = self.options.cuda_graphs
+        why_not = why_not_captured(region, self.on_host)
+        if self.options.check_numerics:  # a graph that is replayed raises nothing
+            why_not = "check_numerics=True looks at every value"
+        code = replace(code, launching=_launching(why_not, launching.capabilities, asked))
+        could_capture = why_not is None
         launch = bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
         # A graph that is replayed calls no kernel of its members.
         lasting = self.takes and not is_coroutine_kernel(launch) and any(map(lasts, region.walk()))
         return code, keeping(launch) if lasting else launch
+
+
+def _launching(why_not: str | None, capabilities: Capabilities, asked: bool) -> str:
+    """Describe for `Plan.explain` how a card launches a region."""
+    if why_not is not None:
+        return f"launches its kernels one by one: {why_not}"
+    if capabilities.capture_if(asked):
+        return "becomes a CUDA graph for each kind of inputs that comes again"
+    option = "Session(cuda_graphs=True) makes a graph of them" if capabilities.captures == "asked" else "no graphs here"
+    return f"launches its kernels one by one: {option}"
 
 
 def _watch_iterations(frames: Mapping[FramePath, PlanFrame], device: Device) -> None:

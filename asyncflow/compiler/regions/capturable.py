@@ -19,6 +19,7 @@ from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.values import Kernel, Namespace
@@ -30,31 +31,63 @@ _LEAST_GAIN = 2
 """Launches that looking up and launching the graph take."""
 
 
-def can_capture(region: Region, on_host: AbstractSet[Tensor]) -> bool:
-    """Return True if the region can be captured, and is launched faster as a CUDA graph.
+def why_not_captured(region: Region, on_host: AbstractSet[Tensor]) -> str | None:
+    """Return the reason why a region does not become a CUDA graph; None if it can, and is launched faster as one.
+
+    The reason names the first node that no graph can hold, with its line, or the numbers of kernels and copies.
 
     Args:
         region: of a device whose regions enqueue.
         on_host: tensors whose values are on the host; see `find_host_values`.
     """
-    if not all(may_be_captured(node, on_host) for node in region.nodes):
-        return False
+    obstacles = [obstacle for node in region.nodes if (obstacle := why_not_in_graph(node, on_host)) is not None]
+    if obstacles:
+        others = f", and {_counted(len(obstacles) - 1, 'node')} more" if len(obstacles) > 1 else ""
+        return f"{obstacles[0]}{others}"
     launches = sum(_launches(node, on_host) for node in region.walk())
     copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
-    return launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH
+    if launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH:
+        return None
+    return f"{_counted(launches, 'kernel')} would become a graph with {_counted(copies, 'array')} to copy, without gain"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def may_be_captured(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     """Return True if a CUDA graph can hold all of the node's work in a region."""
+    return why_not_in_graph(node, on_host) is None
+
+
+def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:
+    """Return the reason why no CUDA graph can hold the node's work in a region; None if one can."""
     if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
-        return True
+        return None
     if isinstance(node, StructuredNode):
-        return node.decision in on_host and all(
-            may_be_captured(inner, on_host) for body in node.subgraphs for inner in body.nodes
-        )
+        if node.decision not in on_host:
+            return f"{_named(node)} decides by a value on the card"
+        inside = (why_not_in_graph(inner, on_host) for body in node.subgraphs for inner in body.nodes)
+        return next((obstacle for obstacle in inside if obstacle is not None), None)
     if computes_on_host(node, on_host):
-        return True
-    return node.op.traits.is_capturable and not runs_on_host(node) and _finds_its_inputs(node, on_host)
+        return None
+    if runs_on_host(node):
+        return f"{_named(node)} runs on the host"
+    if not node.op.traits.is_capturable:
+        return f"{_named(node)} {_nature(node)}"
+    return None if _finds_its_inputs(node, on_host) else f"{_named(node)} would copy an input between host and card"
+
+
+def _named(node: Node) -> str:
+    return f"{node.name} ({node.op.name}, {node.location})"
+
+
+def _nature(node: Node) -> str:
+    if node.op.effects is not None:
+        return "reads or writes state"
+    if any(tensor.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)):
+        return "keeps arrays in a store"
+    return "does more than launch kernels"
 
 
 def _launches(node: Node, on_host: AbstractSet[Tensor]) -> bool:
@@ -124,8 +157,8 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | 
             obstacle = why_host_drives(inner, inside) if isinstance(inner, WhileNode) else _why_no_branch(inner, inside)
             if obstacle is not None:
                 return f"in {inner.name}, {obstacle}"
-        elif not may_be_captured(inner, inside):
-            return f"{inner.name} ({inner.op.name}) cannot be in a CUDA graph"
+        elif (obstacle := why_not_in_graph(inner, inside)) is not None:
+            return obstacle
     return None
 
 

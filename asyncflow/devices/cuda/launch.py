@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.devices.captures import GraphCache
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.graphs.graph import CapturedRegion
+from asyncflow.devices.cuda.graphs.graph import CapturedRegion, RegionGraph
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.protocol import HostKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.values import DeviceValue, as_scalar, is_plain, stays_on_host
@@ -137,16 +138,21 @@ class CudaRegionLauncher:
     """A region's generated function, bound to a CUDA device: a call, or each step of its generator, enqueues kernels.
 
     Inside, values are CuPy's arrays and host values; nothing in a region waits, and all of it is on one stream.
+
+    Attributes:
+        graphs: the CUDA graphs that it has become; None where it becomes none.
     """
 
-    __slots__ = ("_device", "_function", "_info", "_values")
+    __slots__ = ("_device", "_function", "_info", "_values", "graphs")
 
     def __init__(self, device: CudaDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         stream = device.compute_streams[info.stream]
+        self.graphs: GraphCache[RegionGraph] | None = None
         if info.captures:
             device.make_capturable()
             region = CapturedRegion(device.cupy, stream, device.pool, function, info.name, is_generator)
+            self.graphs = region.graphs
             function = region.steps if is_generator else region
         self._function = self._stepped(function) if is_generator else self._called(function)
         self._info = info

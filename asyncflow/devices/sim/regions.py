@@ -24,15 +24,19 @@ if TYPE_CHECKING:
 
 
 class SimRegionLauncher:
-    """A region's generated function, bound to a simulated device."""
+    """A region's generated function, bound to a simulated device.
 
-    __slots__ = ("_device", "_function", "_graphs", "_info", "_stream", "_whole")
+    Attributes:
+        graphs: the CUDA graphs that it has become; None where it becomes none.
+    """
+
+    __slots__ = ("_device", "_function", "_info", "_stream", "_whole", "graphs")
 
     def __init__(self, device: SimDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         self._info = info
         self._stream = device.compute_streams[info.stream]
-        self._graphs: GraphCache[object] | None = GraphCache(info.name) if info.captures else None
+        self.graphs: GraphCache[object] | None = GraphCache(info.name) if info.captures else None
         self._whole = driven(function) if is_generator else function
         self._function = function if is_generator else None
 
@@ -78,7 +82,7 @@ class SimRegionLauncher:
 
     def _note(self, taken_ns: int, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         """Note the time that a graph would have saved, if the region could be one and is none."""
-        if self._info.could_capture and self._graphs is None:
+        if self._info.could_capture and self.graphs is None:
             self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 
     def _begin(self, args: Sequence[Value]) -> list[Placed]:
@@ -97,10 +101,10 @@ class SimRegionLauncher:
 
     def _captured(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph, which is bound to buffers of its own; None if there is none for such inputs."""
-        if self._graphs is None or self._graphs.is_refused:
+        if self.graphs is None or self.graphs.is_refused:
             return None
         key = tuple([_key(value) for value in inputs])
-        if None in key or self._graphs.get(key, object) is None:
+        if self.graphs.get(None if None in key else key, object) is None:
             return None
         device, stream, name = self._device, self._stream, self._info.name
         device.fill_buffers(stream, _arrays(inputs), name)
@@ -108,7 +112,7 @@ class SimRegionLauncher:
             with device.in_graph(), quiet():
                 outputs: tuple[Value, ...] = self._whole(*inputs)
         except NotCapturableError as error:
-            self._graphs.refuse(error)
+            self.graphs.refuse(error)
             return None
         device.empty_buffers(stream, _arrays(outputs), name)
         return outputs

@@ -64,6 +64,7 @@ class RegionCode:
         filename: under which tracebacks show it.
         places: line number to place.
         phases: by their lines. A generator always yields between two of them where either takes its time.
+        launching: for people, how a card launches it: as a CUDA graph, or kernel by kernel and why; empty elsewhere.
     """
 
     function: Kernel
@@ -73,6 +74,7 @@ class RegionCode:
     is_generator: bool
     needs_context: bool
     phases: tuple[Phase, ...]
+    launching: str = ""
 
     def phase_at(self, line: int) -> Phase | None:
         """Return the phase of a line of the source; the first for earlier lines, None without phases."""

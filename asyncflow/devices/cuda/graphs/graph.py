@@ -195,6 +195,7 @@ class CapturedRegion:
         function: takes CuPy's arrays and host values, launches on the current stream, and gives a tuple of them.
         label: for logs, and for what the memory of its graphs is called.
         is_generator: `function` gives a generator that returns the tuple; it is sent how much to do at a time.
+        graphs: the CUDA graphs that it has become.
     """
 
     cupy: Cupy
@@ -203,10 +204,10 @@ class CapturedRegion:
     function: Kernel
     label: str
     is_generator: bool = False
-    _graphs: GraphCache[RegionGraph] = field(init=False)
+    graphs: GraphCache[RegionGraph] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._graphs = GraphCache(self.label)
+        self.graphs = GraphCache(self.label)
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
         """Return the results of `function` for these inputs."""
@@ -222,10 +223,10 @@ class CapturedRegion:
 
     def _launched(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
-        if self._graphs.is_refused:
+        if self.graphs.is_refused:
             return None
         key = key_of(inputs, self.cupy.ndarray)
-        return self._graphs.launched(key, lambda: self._captured(inputs), lambda graph: graph.launch(inputs))
+        return self.graphs.launched(key, lambda: self._captured(inputs), lambda graph: graph.launch(inputs))
 
     def _captured(self, inputs: Sequence[Value]) -> RegionGraph:
         function = driven(self.function) if self.is_generator else self.function
