@@ -281,7 +281,7 @@ FAULTS = (
     Fault(
         "what is copied out of a queue goes back into a restored one",
         "state/elements/queue.py",
-        "self._in_hand = []  # who copies them has taken them before this",
+        "self._in_hand = []  # the take that copies them has come before this",
         "pass",
         "state/test_queue",
         "test_a_take_that_copies",

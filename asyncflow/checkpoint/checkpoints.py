@@ -101,8 +101,8 @@ class SessionSnapshot:
 
     Attributes:
         states: kinds and captures by name.
-        keys: what tells each state from others.
-        random: None if only some variables are to be saved.
+        keys: the key that distinguishes each state.
+        random: counters of random numbers; None if only some variables are saved.
     """
 
     states: dict[str, tuple[str, Capture]]
@@ -116,7 +116,7 @@ class NewVersion:
 
     Attributes:
         name: of the variable.
-        key: what tells the state from others.
+        key: the key that distinguishes the state.
         old: the state in use.
         new: of the same variable.
     """
@@ -157,6 +157,7 @@ class Checkpoints:
         Raises:
             CheckpointError: two of them have one name.
         """
+        # States are found in turns of the event loop, and captured in one: a swap of versions may come in between.
         flips = self._state.flips
         found = await self._find_states(variables)
 
@@ -173,7 +174,7 @@ class Checkpoints:
         return await self._runs.at_rest(take, in_order=in_order)
 
     async def write(self, root: Path, cut: SessionSnapshot, step: int | None, keep: int | None) -> Path:
-        """Writes a cut as a step under `root`, and deletes all but the latest `keep`; None for all.
+        """Write a cut as a step under `root`, and delete all but the latest `keep`; None for all.
 
         The cut is empty afterwards: its values are freed on the thread that writes, as freeing 1 GB keeps the GIL.
 
@@ -194,7 +195,7 @@ class Checkpoints:
             try:
                 return await call_beside(_written, root, step, content, keep, check)
             finally:
-                stopped.set()
+                stopped.set()  # a cancelled caller leaves the thread, which looks between two writes
 
     async def _on_host(self, cut: SessionSnapshot) -> dict[str, tuple[str, Mapping[str, Array]]]:
         async def bring(name: str, kind: str, capture: Capture) -> tuple[str, Mapping[str, Array]]:
@@ -238,6 +239,7 @@ class Checkpoints:
         flips = self._state.flips
         found = await self._find_states(variables)
         read = partial(self._read, found, starts, variables is None)
+        # All is read and compared before anything changes: a fault leaves the session as it was.
         step, (compared, arrays), _ = await _of_latest(path, read)
         manifest = compared.manifest
         with background:
@@ -261,7 +263,7 @@ class Checkpoints:
                 self._runs.random = manifest.random
 
         await self._runs.alone(frozenset(key for key, _ in found.values()), put)
-        await call_beside(process_heap.drop, old)
+        await call_beside(process_heap.drop, old)  # freeing large values keeps the GIL: not on the event loop
         if compared.faults:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
@@ -400,12 +402,12 @@ class Checkpoints:
         return resources
 
     def _graph_digest(self) -> str:
-        """A digest of the names, operations, types and edges of the session's graph; of a large one, not in no time."""
+        """A digest of the names, operations, types and edges of the session's graph; a large one takes a while."""
         graph = self._graph
         assert graph is not None
         version, digest = self._digest
         if version != graph.version:
-            version = graph.version
+            version = graph.version  # before the walk, as above
             hashed = blake2b(digest_size=20)
             for node in graph.walk():
                 edges = ",".join(x.name for x in node.inputs), ",".join(x.name for x in node.control_inputs)
@@ -427,7 +429,7 @@ def _written(root: Path, step: int | None, content: Content, keep: int | None, c
 
 
 async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items: there may be thousands, and others on the event loop have turns in between."""
+    """Yield the items: there may be thousands, and other tasks of the event loop have turns in between."""
     since = perf_counter()
     for item in items:
         if perf_counter() - since > _TURN_S:

@@ -131,7 +131,7 @@ class Saver(Resource):
     # -- for sessions --------------------------------------------------------------------------------------------
 
     async def start(self, session: Checkpoints) -> Restored | None:
-        """Attaches the saver to a session, which begins with the latest step, if there is one.
+        """Attach the saver to a session, which begins with the latest step, if there is one.
 
         Raises:
             RuntimeError: it is attached to another.
@@ -182,14 +182,14 @@ class Saver(Resource):
         session = self._attached()
         if not self._is_due(step):
             return False
-        await self._written()
+        await self._written()  # a disk that is slower than training holds it back: cuts would pile up in memory
         try:
             async with asyncio.timeout(PATIENCE_S):
                 cut = await session.cut(in_order=in_order)
         except TimeoutError:
             self._say(CheckpointError(_no_moment(step)))
             return False
-        if not self._is_due(step):  # two runs were here, and the other was first
+        if not self._is_due(step):  # another run came first while this one waited
             return False
         self._note(step)
         self._writing = asyncio.create_task(self._write(session, cut, step, self._writing))
@@ -215,7 +215,7 @@ class Saver(Resource):
             self._writing = None
 
     async def _publish_beside(self, every_s: float) -> None:
-        """Publishes by the clock, as long as the program does not say when."""
+        """Publish by the clock, as long as the program does not say when."""
         while True:
             await asyncio.sleep(every_s)
             if self._asks:
@@ -227,11 +227,11 @@ class Saver(Resource):
             except TimeoutError:
                 self._say(CheckpointError(_no_moment(None)))
                 continue
-            self._note(self.step)
+            self._note(self.step)  # the time of the cut, not of its end: the period is that of the states
             await self._write(session, cut, None, None)
 
     def _say(self, error: AsyncflowError) -> None:
-        """A step that was not published: training goes on."""
+        """Note and warn of a step that was not published: training goes on."""
         self.error = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
         with contextlib.suppress(UserWarning):  # where warnings are errors, it is said by `error` alone
             warnings.warn_explicit(

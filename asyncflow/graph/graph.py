@@ -95,15 +95,15 @@ class Graph(NotPickled):
         self.lock = RLock()
         self._base = Scope()
         self.frames: dict[Node, tuple[str, ...]] = {}
-        self.enters: dict[tuple[str, ...], Node] = {}  # the first of each frame, among so many nodes
+        self.enters: dict[tuple[str, ...], Node] = {}  # the first of each frame, among the first `searched_for_enters`
         self.searched_for_enters = 0
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
-        self.parted: dict[Node, Any] = {}  # of which branch or loop over rows a node was made
+        self.parted: dict[Node, Any] = {}  # the branch or loop over rows that a node was made of
         self.assumptions: dict[Hashable, Assumption] = {}  # of a root graph, bodies included
         self.remarks: dict[str, str] = {}  # how something was built, by its label: for `Plan.explain`
-        self.compiled: dict[Hashable, Any] = {}  # what sessions keep for it, which goes when it does
+        self.compiled: dict[Hashable, Any] = {}  # plans of sessions, which go when the graph does
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
 
@@ -161,7 +161,7 @@ class Graph(NotPickled):
     @property
     def scope(self) -> Scope:
         """The scope of nodes that this task or thread adds."""
-        for scope in reversed(_scopes.all()):
+        for scope in reversed(_scopes.all()):  # a body inside has its own scope, and nodes may still join this graph
             if scope.graph is self:
                 return scope
         return self._base
@@ -187,10 +187,10 @@ class Graph(NotPickled):
         reserved_name: str | None = None,
         location: SourceLocation | None = None,
     ) -> Node:
-        """Appends a node whose inputs already belong to this graph.
+        """Append a node whose inputs already belong to this graph.
 
         Args:
-            op: what the node does.
+            op: the op of the node.
             inputs: tensors of this graph.
             attrs: static arguments of the op.
             specs: of the outputs: one, or a tuple of them where the kernel gives a tuple.
@@ -204,7 +204,7 @@ class Graph(NotPickled):
         if self.closed:
             raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
         root, scope = self.root, self.scope
-        location = location or user_location()
+        location = location or user_location()  # outside the lock: it walks the stack
         full = "" if reserved_name else scope.name_scope + _valid(op.name if name is None else name)
         with root.lock:
             node = op.node_type(
@@ -223,23 +223,24 @@ class Graph(NotPickled):
             root._by_name[node.name] = node
             root._taken.setdefault(node.name, 0)
             self.nodes.append(node)
-            root.version += 1
+            root.version += 1  # of the root, which counts bodies too: sessions compile anew if any of them has grown
         return node
 
     def adopt(self, node: Node) -> None:
-        """Appends a node of another graph, which is used up; a compiler pass calls `renumber` when it is done."""
+        """Append a node of another graph, which is used up; a compiler pass calls `renumber` when it is done."""
         node.graph = self
         self.root._by_name[node.name] = node
         self.nodes.append(node)
 
     def take_back(self, count: int) -> None:
-        """Removes the nodes behind the first `count`, which nothing else may use; their names are free again."""
+        """Remove the nodes behind the first `count`, which nothing else may use; their names are free again."""
         with self.root.lock:
             gone = self.nodes[count:]
             del self.nodes[count:]
             for each in deep(gone):
                 self.root._by_name.pop(each.name, None)
                 self.root._taken.pop(each.name, None)
+            # Notes about the nodes would keep them alive, and lead gradients to values that no graph computes.
             outputs = {tensor for node in gone for tensor in node.outputs}
             self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
             kept = {key: each for key, each in self.root.assumptions.items() if outputs.isdisjoint(each.tensors)}
@@ -247,7 +248,7 @@ class Graph(NotPickled):
             self.home.give_up(gone)
 
     def renumber(self) -> None:
-        """Gives the nodes of a root graph ids in their order again."""
+        """Give the nodes of a root graph ids in their order again."""
         for index, node in enumerate(self.nodes):
             node.id = NodeId(index)
         self.version = len(self.nodes)
@@ -398,7 +399,7 @@ class Subgraph(Graph):
 
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""
-        with self.scoped(controls=()):
+        with self.scoped(controls=()):  # a parameter has its value before anything in the body could run
             node = self.add_node(PARAMETER, (), {"spec": spec}, spec, name=name)
         self.inputs.append(node.outputs[0])
         return node.outputs[0]
@@ -409,7 +410,7 @@ class Subgraph(Graph):
             return tensor
         if not self.can_use(tensor.node.graph):
             raise GraphError(_leak(tensor, self))
-        outer = self.parent.import_tensor(tensor)
+        outer = self.parent.import_tensor(tensor)  # level by level: each body around captures it, too
         if outer not in self.captures:
             self.captures[outer] = self.add_input(outer.spec, f"capture_{tensor.node.name.rpartition('/')[2]}")
         return self.captures[outer]

@@ -62,9 +62,10 @@ METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
 METADATA_UNCAPTURED: Final = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
 READS_STORE: Final = Traits(Memory.STORE, is_capturable=False, is_cheap=False)
 KERNELS: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False)
-"""Of an op that is made of kernels, and of whose memory nothing is said."""
+"""Traits of an op that is made of kernels, with nothing known of their memory."""
 OPAQUE: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
-"""Of an op of which nothing is taken for granted."""
+"""Traits of an op of which nothing is taken for granted."""
+# Equal to `OPAQUE`, but another object: an op that says "opaque" has answered.
 _UNSAID: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 
 Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
@@ -125,7 +126,7 @@ class Op:
         runs_on_host: the kernel computes with NumPy on any device: the shapes of its outputs depend on the data, it
             draws NumPy's random numbers, raises on certain values, or talks to the outside. A device with its own
             memory binds it to NumPy, copies all inputs to host memory, and the outputs in.
-        traits: what passes ask. An op that is not pure, or runs on the host, need not answer: passes then assume
+        traits: answers to passes. An op that is not pure, or runs on the host, need not answer: passes then assume
             nothing.
         node_type: class of its nodes.
         commutes: writes of such ops to one resource leave the same behind in any order, if its values are integers.
@@ -168,6 +169,7 @@ class Op:
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        # Found once: passes and the builder ask them of every node.
         facts = _facts_of(self)
         object.__setattr__(self, "facts", facts)
         object.__setattr__(self, "is_pure", REPLACE.allows(self))
@@ -209,7 +211,7 @@ def bound_kernel(op: Op, xp: Namespace, attrs: Attrs, *, of_scalars: bool) -> Ke
         attrs: the node's, with the state of resources in their place.
         of_scalars: all inputs have rank 0.
     """
-    # What Python does with scalars, `if` among it, would wait for those in a device's memory.
+    # Python's operators on scalars, and `if`, would wait for scalars in a device's memory.
     if of_scalars and xp is np and op.scalar_kernel is not None:
         return op.scalar_kernel
     assert op.kernel is not None, f"{op.name} has no kernel"
@@ -261,7 +263,7 @@ _ops: dict[str, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Adds `op` to the table of operations.
+    """Add `op` to the table of operations.
 
     Raises:
         GraphError: another op has its name.
@@ -290,7 +292,7 @@ def find_op(name: str) -> Op:
         GraphError: there is none.
     """
     if name not in _ops:
-        _import_all()
+        _import_all()  # modules register their ops when they are imported, and few have been by then
     if name not in _ops:
         raise GraphError(f"no op is named {name!r}; is the module that registers it imported?")
     return _ops[name]
@@ -303,6 +305,7 @@ def _import_all() -> None:
         getattr(package, name)
 
 
+# By identity: a user's op may have the name of one of the library's.
 def is_registered(op: Op) -> bool:
     """Return True if `find_op` finds the op, in this process or another."""
     return _ops.get(op.name) is op
@@ -324,7 +327,7 @@ _not_differentiable: dict[Op, str] = {}
 
 
 def derivative(*ops: Op) -> Callable[[Derivative], Derivative]:
-    """Makes the decorated function the derivative of `ops`."""
+    """Make the decorated function the derivative of `ops`."""
 
     def install(rule: Derivative) -> Derivative:
         for op in ops:
@@ -343,7 +346,7 @@ def gradient_of_first(op: Op, find: Callable[[Node, Tensor], Tensor | None]) -> 
 
 
 def not_differentiable(*ops: Op, because: str) -> None:
-    """Marks `ops`: nothing flows back through them, as their outputs are integers, constant almost everywhere, …"""
+    """Mark `ops`: nothing flows back through them, as their outputs are integers, constant almost everywhere, …"""
     _not_differentiable.update(dict.fromkeys(ops, because))
 
 

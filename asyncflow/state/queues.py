@@ -137,7 +137,7 @@ class Queue(Resource):
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def enqueue(self, element: Nest) -> Node:
-        """Puts an element in, once there is room.
+        """Put an element in, once there is room.
 
         Args:
             element: a nest as the spec is, of tensors and of what converts to them: of the same dtypes, and of shapes
@@ -150,7 +150,7 @@ class Queue(Resource):
         return self._putting(ENQUEUE, element, "enqueue", many=False)
 
     def enqueue_many(self, elements: Nest) -> Node:
-        """Puts the rows of `elements` in, in order, all at once, once there is room for all; see `enqueue`.
+        """Put the rows of `elements` in, in order, all at once, once there is room for all; see `enqueue`.
 
         Args:
             elements: a nest as the spec is, whose values have one more axis in front, all of the same length. More than
@@ -221,7 +221,7 @@ class Queue(Resource):
         await granted_beside(put(self._state(session), [self._values(element, "put")], f"put of queue {self.name!r}"))
 
     async def put_many(self, elements: Sequence[Nest], *, session: HasState | None = None) -> None:
-        """Puts all `elements` in, at once, once there is room for all; see `put`.
+        """Put all `elements` in, at once, once there is room for all; see `put`.
 
         Raises:
             GraphError: it is one element.
@@ -245,7 +245,7 @@ class Queue(Resource):
         return await granted_beside(state.take(1, False, f"get of queue {self.name!r}", self._first))
 
     async def get_many(self, n: int, pad: Nest = None, *, session: HasState | None = None) -> Nest:
-        """Takes n elements at once: what `dequeue_many` gives, as arrays; see `get`."""
+        """Take n elements at once, as `dequeue_many` does, and return arrays; see `get`."""
         return await self._got(n, pad, "get_many", False, session)
 
     async def get_up_to(self, n: int, pad: Nest = None, *, session: HasState | None = None) -> Nest:
@@ -303,6 +303,7 @@ class Queue(Resource):
     def _batch(self, n: int | Tensor | SupportsTensor, pad: Nest, verb: str, *, or_fewer: bool) -> Nest:
         pads, what = self._pads(pad, verb), f"{verb} of queue {self.name!r}: n"
         with graph_for(n, outside=_OUTSIDE[verb]):
+            # A number that is known is an attribute, so that shapes of the batch are known, too.
             x = as_tensor(n) if is_symbolic(n) else whole_number(n, what, 0)
             if isinstance(x, Tensor) and (x.dtype.kind not in "iu" or x.shape not in ((), None)):
                 raise GraphError(f"{what} is an int or an integer scalar; got {x!r}")
@@ -327,7 +328,7 @@ class Queue(Resource):
                     f"shape; fill them up with pad=, such as pad=0, or take them one by one"
                 )
             return None
-        if nest.flatten(pad)[1].kind is None:
+        if nest.flatten(pad)[1].kind is None:  # one number for all parts of an element
             pads = [pad] * len(self._specs)
         else:
             pads = self._leaves(pad, f"{verb}(pad=)")
@@ -371,7 +372,7 @@ class Queue(Resource):
         whole_number(n, f"{verb} of queue {self.name!r}: n", 0)
         pads, state = self._pads(pad, verb), self._state(session)
         stack = partial(stacked, self._specs, pads)
-        if not n:
+        if not n:  # an empty batch waits for nothing, not even in a line
             return self._as_batch(stack(()), pads)
         taken = state.take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack, copies=True)
         values: Nest = await granted_beside(taken)
@@ -519,7 +520,7 @@ class PaddingQueue(Queue):
         if bucket_by is not None and not callable(bucket_by):
             raise GraphError(f"PaddingQueue: bucket_by={bucket_by!r} is a function of an element, or None")
         self.bucket_by, self.pad = bucket_by, pad
-        self._pads(None, "PaddingQueue")
+        self._pads(None, "PaddingQueue")  # a fault of pad= or of the spec shows here, not at the first batch
 
     @property
     def is_fifo(self) -> bool:

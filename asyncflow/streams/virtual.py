@@ -72,7 +72,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._now_s = start_ns / _NS_PER_S
         # When, order of scheduling, what. Cancelled timers stay in until they reach the top or become too many.
         self._timers: list[tuple[int, int, _Timer]] = []
-        self._order = itertools.count()
+        self._order = itertools.count()  # breaks ties: timers of one nanosecond run in the order of their calls
         self._cancelled = 0
         self._outside = 0
         self._outside_waiting = 0
@@ -161,7 +161,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         while (when_ns := self._next_ns()) is not None and when_ns <= self.now_ns:
             timer = heapq.heappop(self._timers)[2]
             timer.waiting = False
-            # An ulp before the time asked for would be early, for one who compares the two.
+            # Code that compares the two would find a time one ulp before the time asked for to be early.
             self._now_s = max(self._now_s, timer.when())
             self._add_callback(timer)  # type: ignore[attr-defined]
             any_due = True
@@ -175,7 +175,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         Raises:
             RuntimeError: there is nothing to wait for.
         """
-        if self._outside > self._outside_waiting:
+        if self._outside > self._outside_waiting:  # a thread computes: time stands still until it reports
             return False
         when_ns = self._next_ns()
         if when_ns is None:

@@ -41,7 +41,7 @@ class Children(Protocol):
 
 
 def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
-    """The state of a child that is not there; it is 0 where numbers are given that are."""
+    """Return the state of an absent child; values that are given as the number 0 are known to be zero."""
     leaves, structure = nest.flatten(initial)
     if structure.kind is None and len(function.specs) > 1:
         leaves = leaves * len(function.specs)
@@ -104,6 +104,7 @@ class SlottedChildren:
         }
         for (part, children), x in traced.side_by_side.items():
             store, (width,) = self.states[part], _static(x)
+            # All slots in order, as a binary tree's cell asks for them: one take of the table as it is.
             is_whole = self.table.shape is not None and children == tuple(range(self.table.shape[1] or 0))
             ranks = self.table if is_whole else take(self.table, list(children), axis=1)
             found[x] = reshape(store.take(ranks), (-1, width))
@@ -181,6 +182,7 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
         label=f"{rows.label[:-1]}/child)",
     )
     each: Subgraph = node.attrs["each"]
+    # The reduced function is lifted over edges: a row for each child, and the vertex's own values spread to them.
     states = [LiftedValue(x, has_rows=True) for x in children.rows()]
     given = [LiftedValue(children.spread(x.tensor), True) if x.has_rows else x for x in inputs]
     known = dict(zip([*each.inputs, *node.attrs["reads"]], [*states, *given], strict=True))
@@ -230,6 +232,7 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
         if len(x) >= _MANY:
             return _in_turns(operation, x, starts)
         reduced = np.zeros((len(starts) - 1, *x.shape[1:]), x.dtype)
+        # `reduceat` gives the next row for an empty segment, so that only those with rows are asked for.
         filled = np.flatnonzero(starts[1:] > starts[:-1])
         if len(filled) == len(reduced):
             operation.reduceat(x, starts[:-1], axis=0, out=reduced)
@@ -310,6 +313,7 @@ def _segments(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *segments = node.inputs
     if node.attrs["reduce"] == "sum":
         return [apply(SPREAD_SEGMENTS, grad, *segments)[0], None, None]
+    # Children that tie for the largest share the gradient: the sum over them stays that of one.
     is_largest = astype(equal(x, apply(SPREAD_SEGMENTS, node.outputs[0], *segments)[0]), x.dtype)
     ties = apply(REDUCE_SEGMENTS, is_largest, *segments, reduce="sum")[0]
     spread = apply(SPREAD_SEGMENTS, divide(grad, maximum(ties, 1.0)), *segments)[0]

@@ -86,7 +86,7 @@ class Vertex:
         if not 0 <= static_int(child, "v.gather(child): child") < arity:
             raise GraphError(f"{self._function} has children 0 to {arity - 1}; got v.gather({child!r})")
         gathers = self._traced.gathers
-        if child not in gathers:
+        if child not in gathers:  # asked for again, it is the same value: gradients of both uses add up
             gathers[child] = [self._traced.body.add_input(spec, f"child_{child}") for spec in self._function.specs]
         return self._function.structure.unflatten(gathers[child])
 
@@ -122,7 +122,7 @@ class Vertex:
         if not leaves:
             raise GraphError(f"{self._function}: the function of v.gather_all gives nothing to reduce")
         specs = tuple(x.spec for x in each.results)
-        # Variables are read once, as those are that the vertex itself uses, and not in each set.
+        # Variables are read once, like the ones that the vertex itself uses, and not in each set.
         reads = tuple(node for node in each.nodes if node.op is VARIABLE_READ and not node.control_inputs)
         attrs = {"each": each, "reduce": reduce, "reads": [node.outputs[0] for node in reads]}
         inputs = [*each.captures, *(node.attrs["variable"].read() for node in reads)]
@@ -178,6 +178,7 @@ class Vertex:
 
     def _here(self, what: str) -> Graph:
         body = self._traced.body
+        # A value of a branch's body cannot be used outside of it, where the vertex's state and results are.
         if current_graph() is not body:
             raise GraphError(
                 f"{self._function}: v.{what} stands in a branch or loop; return the value from it, and call it outside"
@@ -254,6 +255,7 @@ class VertexFunction:
             GraphError: it does not scatter, or does something that a vertex cannot.
         """
         traced = TracedFunction(Subgraph(graph, label))
+        # Called once, whatever the graphs are: what is built here is lifted over the vertices of each set.
         with traced.body, located_at(self.__wrapped__):
             returned = self.function(Vertex(self, traced, pulls))
         refuse_coroutines(returned)
@@ -262,7 +264,7 @@ class VertexFunction:
         if not traced.scattered:
             raise GraphError(f"{self} scatters nothing; v.scatter gives the state that parents gather")
         if any(node.op is RECOMPUTED and node.attrs["is_random"] for node in traced.body.walk()):
-            # Parts of a vertex run at other times, and for other vertices at once, than those that use their values.
+            # A part of a vertex runs at another time, and with other vertices, than the parts that use its values.
             raise GraphError(f"{self} draws random numbers inside of af.recompute; draw them in front, and pass them")
         return traced
 
@@ -270,7 +272,7 @@ class VertexFunction:
 def vertex_function(
     *function: Never, state: Nest = (), children: int | None = None
 ) -> Callable[[Callable[[Vertex], None]], VertexFunction]:
-    """Declares what a vertex computes, once, for input graphs of any structure (Cavs, ATC '18).
+    """Declare the computation of a vertex, once, for input graphs of any structure (Cavs, ATC '18).
 
     The function gets a vertex `v`. It reads inputs by ``v.pull(name)`` and its children's states by ``v.gather(k)`` or
     ``v.gather_all()``, gives its own by ``v.scatter``, and results by ``v.push``. It may use any tensors around it, as
@@ -295,7 +297,7 @@ def vertex_function(
     ...     af.vertex_map(total, tree, {"x": x}).roots
     <Tensor vertex_map/row_store_take:0 float64[?]>
     """
-    if function:
+    if function:  # written without parentheses, as decorators without arguments are
         raise GraphError(
             "vertex_function has to know the state of a vertex: write "
             '@af.vertex_function(state=af.spec("float32", (n,))), and children=2 for children that are told apart'

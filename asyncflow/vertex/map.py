@@ -293,6 +293,7 @@ class _VertexMap:
 
     def _numbers(self, vertices: Tensor) -> Tensor:
         """The sample of each vertex, and its number there: random draws are counted by these."""
+        # Not by its number in the batch: a sample draws the same whichever others are beside it.
         samples = as_tensor(self.graph.samples)
         sample = subtract(searchsorted(samples, vertices, side="right"), 1)
         return stack([sample, subtract(vertices, gather(samples, sample))], axis=1)
@@ -327,7 +328,7 @@ class _VertexMap:
     def _before(self, kind: _VertexKind) -> dict[Tensor, LiftedValue]:
         """Values of the body that no gather reaches, for all vertices: pulls, and what eager nodes make of them."""
         traced = kind.traced
-        # What the shared sets read they look at themselves; the schedule looks at what else is pulled.
+        # Shared sets check the rows that they read themselves; the schedule checks the other pulls.
         read = {*traced.scattered, *(x for node in kind.parts.core for x in node.inputs)} if self.is_shared else set()
         known = {
             x: LiftedValue(self.pulls[name] if x in read else self._pulled(kind, name), True)
@@ -377,6 +378,7 @@ class _VertexMap:
         if (shape := given[0][1].shape) is None or not is_static(shape[1:]):
             raise GraphError("vertex_map: what several functions push has rows of a shape that is known in full")
         nothing = zeros((1, *(extent or 0 for extent in shape[1:])), dtype=given[0][1].dtype)
+        # Row 0 is for vertices without the push; behind it stand the rows of each kind, one kind after the other.
         places, count = zeros((size(self.schedule.order),), dtype=int64), constant(1, int64)
         for kind, _ in given:
             assert kind.places is not None
@@ -443,12 +445,14 @@ class _VertexMap:
             stores: _Stores = switch_case(types[number], [partial(of, kind) for kind in kinds])
             return stores
 
+        # A batch without vertices has no first set, and so no type to choose by.
         return cond(less(0, self.n_sets), chosen, lambda: stores) if is_first else chosen()
 
     def _computed(
         self, kind: _VertexKind, before: dict[Tensor, LiftedValue], number: Tensor, stores: _Stores, *, is_first: bool
     ) -> _Stores:
         states, kept = stores
+        # Without vertices the first set ends where it starts.
         stop = kind.starts[minimum(add(number, 1), self.n_sets)] if is_first else kind.ends[number]
         own = slice(kind.starts[number], stop)
         # Stores have no rows to slice: they stay in the part that made them, but for those from outside.

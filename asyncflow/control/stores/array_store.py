@@ -10,8 +10,8 @@ Where it can, a store of fixed size copies elements into the rows of one *block*
 block itself. The writer of an element may then change its buffer afterwards. An element that does not fit in the block,
 and every element of an array without one (`Store.new_block` says which), is kept as given.
 
-Elements are shared between such copies, so "read once" (`clear_after_read`) holds for an element and not for a
-state: which of two reads comes too late depends on the schedule, that one of them does does not.
+Elements are shared between such copies, so "read once" (`clear_after_read`) holds for an element and not for a state.
+One of two reads comes too late in every schedule; the schedule decides which.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Block:
         self.fits: tuple[int, ...] | None = fits
         self.shape = fits
         self.array: Any = np.empty((size, *fits), dtype)
+        # A view of its own: a read-only flag on `array` would forbid the writes still to come.
         self.readable: Array | None = self.array.view()
         self.readable.flags.writeable = False
         self.left = 0
@@ -125,7 +126,7 @@ class Block:
         return array
 
     def free(self) -> None:
-        """Lets go of the memory."""
+        """Let go of the memory."""
         self.fits = self.array = self.readable = None
 
 
@@ -209,6 +210,7 @@ class Store:
         if version == self.latest:
             return self
         copy = Store(self.xp, self.kind, self.family)
+        # Without the block: its free rows are for elements that are written through the newest state.
         copy.elements = {index: element for index, element in self.elements.items() if element.version <= version}
         copy.rows = self.rows_at(version)
         copy.latest = version
@@ -257,7 +259,7 @@ class Store:
                 return None
             value = element.value
             if clears and value is not None:
-                element.shape = value.shape
+                element.shape = value.shape  # gradients ask for it after the read
                 element.value = None
             if type(value) is Block:
                 value = value.take(index) if clears else value.row(index)
@@ -303,7 +305,7 @@ class Store:
         if rows is None or rows.count != size or rows.left != size:
             return None
         array: Array | None = rows.array
-        if self.kind.clear_after_read and size:
+        if self.kind.clear_after_read and size:  # a stack is a read of each element
             rows.taken[:] = b"\1" * size
             rows.left = 0
             rows.array = None

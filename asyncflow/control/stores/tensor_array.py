@@ -273,7 +273,7 @@ class TensorArray(Handle):
         array._kind = kind
         array._length = length
         # Nothing is known of what has been written, so anything may have been.
-        array._common = (kind.element_shape,)
+        array._common = (kind.element_shape,)  # not None, which would say that nothing is written
         return array
 
     @property
@@ -388,6 +388,8 @@ class TensorArray(Handle):
         """
         graph = graph_for(self.handle)
         handle = graph.import_tensor(self.handle)
+        # Earlier arrays of the lineage share the elements. Nodes of other bodies are not looked for: as they stand
+        # inside a branch or loop of this graph, that node is a user itself.
         states = {handle}
         while handle.node.graph is graph and handle.node.op in _WRITERS:
             handle = handle.node.inputs[0]
@@ -444,6 +446,7 @@ def _unpack(array: TensorArray) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...
 def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
     array = TensorArray.from_handle(children[0], kind)
+    # Behind a branch or loop the handle is new: what was known of the old one is read off the graph again.
     if isinstance(array.handle, Tensor):  # nests are also made of names and paths
         array._common, maker = elements_of(array.handle, kind.element_shape, _WRITERS)
         array._length = None if maker is None else _fixed_length(maker)

@@ -18,13 +18,13 @@
       body ...
     }
 
-A node is one line: its name, op and inputs (``%split:1`` is output 1), attrs by name, nodes to wait for behind
-``after``, its device behind ``on``, a node to be placed ``with``, and the specs of its outputs: one, or a tuple.
-Branches and loops are blocks with their inputs, the nodes they run ``after``, and the results behind ``return``;
-``%inner = capture %outer`` is a parameter that stands for a tensor outside. A resource is given to the parser, or made
-anew where the text describes it. Behind the nodes, ``assume "value" (%n) = array(int64[], 3)`` is a conclusion that
-shapes are built on, so that no run may feed against it. Where the user built a node is not part of the text. Newlines
-and indentation mean nothing, and ``#`` begins a comment.
+A node is one line. It has the name, op and inputs (``%split:1`` is output 1), and attrs by name. Nodes to wait for
+stand behind ``after``, its device behind ``on``, and a node to be placed with behind ``with``. The specs of the outputs
+come last: one, or a tuple. Branches and loops are blocks with their inputs, the nodes they run ``after``, and the
+results behind ``return``; ``%inner = capture %outer`` is a parameter that stands for a tensor outside. A resource is
+given to the parser, or made anew where the text describes it. Behind the nodes, ``assume "value" (%n) = array(int64[],
+3)`` is a conclusion that shapes are built on, so that no run may feed against it. Where the user built a node is not
+part of the text. Newlines and indentation mean nothing, and ``#`` begins a comment.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Printer:
             yield from self.node_lines(node, indent)
 
     def assumption_lines(self, graph: Graph) -> Iterator[str]:
-        """The lines of what the graph was built on; see `asyncflow.graph.assumptions`."""
+        """Yield the lines of the assumptions that shapes are built on; see `asyncflow.graph.assumptions`."""
         for each in graph.assumptions.values():
             yield f"assume {quote(each.rule)} ({references(each.tensors)}) = {self.value(each.value)}"
 
@@ -155,6 +155,7 @@ class Printer:
         body: Any = node.graph
         if node.op.name != "parameter" or not is_subgraph(body):
             return None
+        # A pass may have changed the parameter: then it is printed in full, so that nothing is lost.
         if not node.single or node.inputs or node.attrs != {"spec": node.outputs[0].spec}:
             return None
         if body not in self._captures:
@@ -184,9 +185,10 @@ class Printer:
 
     def value(self, value: Any, depth: int = 0) -> str:
         """The text of an attr's value."""
-        if depth > MAX_DEPTH // 2:
+        if depth > MAX_DEPTH // 2:  # the parser's limit counts the blocks around as well
             raise GraphError(f"it is nested deeper than {MAX_DEPTH // 2} levels")
         kind = type(value)
+        # Exact types: a subclass, such as an enum's member, would come back as another type.
         if kind in (int, float, str, bool, complex) or value is None:
             return _plain(value)
         if kind is tuple:
@@ -242,7 +244,7 @@ class Printer:
         array = np.asarray(value)
         if not is_supported(array.dtype) or array.dtype == VARIANT:
             raise GraphError(f"an array of dtype {array.dtype} cannot be written down")
-        if not array.dtype.isnative:
+        if not array.dtype.isnative:  # the text is to be the same on every machine
             array = array.astype(array.dtype.newbyteorder("="))
         kind = "scalar" if isinstance(value, np.generic) else "array"
         spec = Spec(array.dtype, array.shape)
@@ -307,6 +309,7 @@ def _plain(value: object) -> str:
         return "nan" if math.isnan(value) else repr(value)
     if isinstance(value, complex):
         return f"complex({_plain(value.real)}, {_plain(value.imag)})"
+    # Python refuses to convert integers of more than 4,300 digits, and takes quadratic time before that.
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 1024:
         return hex(value)
     return str(value).lower()

@@ -59,7 +59,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     if op.is_async and op.rows_kernel is None:
         why = "is async or has limits (timeout=, rate=, ...): it awaits for each row"
         raise CannotLift(f"{node.name} ({op.name}) {why if op.is_user else 'awaits, for each row by itself'}")
-    if op.rows_kernel is not None:
+    if op.rows_kernel is not None:  # one call for all rows, which each of its inputs has then
         inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
     elif op.is_user and not all(is_static(y.shape) for y in node.outputs):
         raise CannotLift(f"{node.name} ({op.name}) leaves the shape of its results open, and rows need one")
@@ -118,6 +118,7 @@ def _kernel(
     of_rows = op.rows_kernel(xp, **arguments)
 
     def at_once(numbers: Array, *inputs: Array) -> tuple[Array, ...]:
+        # A user's function is not called a second time: it may have effects.
         try:
             found = of_rows(*inputs)
         except Exception:
@@ -257,6 +258,7 @@ class _AtOnce(PausingKernel):
             each = self._each if self._check is None else self._each.followed_by(self._check)
             return each.begin(limit_ns, numbers, *inputs)
         found = self.checked(results)
+        # One call cannot stop midway. If it was long, others have a turn before its results are used.
         return found if perf_counter_ns() - started <= limit_ns else _Found(found)
 
 
@@ -287,7 +289,7 @@ class RowKernel(PausingKernel):
         super().__init__()
         self._xp, self.of_row, self._has_rows, self._specs, self.single = xp, of_row, has_rows, specs, single
         self.label = label
-        # It keeps what it is given, which is a row that others write to.
+        # Stores keep the rows that they are given; a row is a view of an array that is written to later.
         self._keeps = any(spec.dtype == VARIANT for spec in specs)
 
     def begin(
@@ -325,7 +327,7 @@ class _RowsOfFiring(Paused):
         kernel, results, limit_ns = self._kernel, self._results, self._limit_ns
         of_row, started = kernel.of_row, perf_counter_ns()
         left = len(self._numbers) - len(results)
-        for values in islice(self._rows, left):
+        for values in islice(self._rows, left):  # an input may have more rows than the others: these are never taken
             try:
                 results.append(of_row(*values))
             except Exception as error:
@@ -344,7 +346,7 @@ def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
     Raises:
         ValueError: they differ in shape.
     """
-    if spec.dtype == VARIANT:  # what is no array, such as a store of each row's own
+    if spec.dtype == VARIANT:  # objects, such as a store of each row's own: `np.array` might look into them
         found = np.empty(len(values), object)
         found[:] = values
         return found

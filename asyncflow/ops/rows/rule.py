@@ -90,12 +90,12 @@ class RowAxis:
     """The row axis that a body is given.
 
     Attributes:
-        count: how many rows there are: an int64 scalar.
-        extent: the same, where it is known while the graph is built.
+        count: number of rows: an int64 scalar.
+        extent: number of rows, if it is known while the graph is built.
         numbers: gives the numbers that random draws count rows by: int64 ``[rows, k]``, a vector that is the row's own.
         loops: number of lifted loops around, inside the lifted body.
         own_loops: number of loops around that bring rows in turn, which do not identify a row.
-        outer: for rows of rows, the same of the axes around: the number of integers, `loops` and `own_loops`.
+        outer: for rows of rows, a tuple for each axis around: the number of integers, `loops` and `own_loops`.
         label: a name for the axis, by which errors tell a row.
         part: for some of the rows of a loop that goes back, their places there, and the axis of all rows.
         body: the body being lifted over the axis.
@@ -132,6 +132,7 @@ class RowAxis:
 
     def inside(self) -> RowAxis:
         """The same rows, inside of a loop."""
+        # One more loop stands between the firing's tag and every axis: numbers of rows go in front of it.
         outer = tuple((width, inside + 1, around) for width, inside, around in self.outer)
         return self._like(loops=self.loops + 1, outer=outer)
 
@@ -257,7 +258,7 @@ def preparation_of(op: Op) -> Callable[[Node], object] | None:
 
 
 def no_row_rule(*ops: Op | Rows, because: str) -> None:
-    """Says of `ops` that they are not computed for many rows at once, and why."""
+    """Note that `ops` are not computed for many rows at once, and why."""
     _reasons.update(dict.fromkeys(ops, because))
 
 
@@ -283,7 +284,7 @@ def fixed(node: Node, values: Sequence[LiftedValue], what: str) -> list[Tensor]:
 
 
 def refuse_part(node: Node, rows: RowAxis) -> None:
-    """Raises CannotLift in a loop that goes back, whose iterations have rows of their own: elements have all rows."""
+    """Raise CannotLift in a loop that goes back, whose iterations have rows of their own: elements have all rows."""
     if rows.part is not None:
         raise CannotLift(f"{node.name} is an element of a TensorArray, in a loop that each row leaves for itself")
 
@@ -319,5 +320,6 @@ def _spread_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     x, count = inputs
     if count.has_rows:
         raise CannotLift(f"{node.name} makes another number of rows for each row")
+    # Spread in front of the lifted rows, as the kernel does it, and turned: a view, where a copy would be large.
     (whole,) = apply(SPREAD_ROWS, x.tensor, count.tensor, **node.attrs)
     return [permute_dims(whole, (1, 0, *range(2, x.rank + 2)))]

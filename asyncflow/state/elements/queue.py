@@ -5,8 +5,8 @@ Conditions for going on, at any moment; only the first of each line is asked for
 =====================  ===============================================================================================
 it wants to            it may if
 =====================  ===============================================================================================
-put k elements         they fit into the capacity; or whoever takes next needs more than there is, or both might wait
-                       for ever
+put k elements         they fit into the capacity; or the next take needs more than there is: else both might wait for
+                       ever
 take n elements        there are n, and the reserve, and enough of them belong together or no more fit in
 either, once closed    puts that waited go on as above. A take needs n, without a reserve, or all that will ever be
                        there if it takes up to n; if there will never be enough, it ends with `QueueClosedError`
@@ -95,9 +95,9 @@ class QueueState(LinedState):
         self.left_container: str | None = None
         self._putters: deque[QueuePlace] = deque()
         self._takers: deque[QueuePlace] = deque()
-        self._coming = 0  # elements of those who wait to put them in
-        self._in_hand: list[Element] = []  # of the first who takes, where it copies them
-        self._restored = 0  # how often `become` was called
+        self._coming = 0  # number of elements that waiting puts have
+        self._in_hand: list[Element] = []  # elements of the first take, while they are copied for it
+        self._restored = 0  # number of calls of `become`
         self._element_bytes = _bytes_of(specs)
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class QueueState(LinedState):
     def put(
         self, elements: Sequence[Element], what: str, finish: Callable[[None], Value], taken: Taken | None = None
     ) -> Value | PlaceInLine:
-        """Puts elements in, all at once: what `finish` makes of None, or a place in line.
+        """Put elements in, all at once; return what `finish` makes of None, or a place in line.
 
         What a run has `taken` counts as used once they are in.
 
@@ -116,6 +116,7 @@ class QueueState(LinedState):
             QueueClosedError: it is closed.
         """
         order, count, place = self.elements, len(elements), None
+        # Outside the lock: it may be the user's function that finds the bucket of an element.
         entries = elements if order.entries is None else order.entries(elements)
         with self.lock:
             if self.is_closed or self.ended is not None:
@@ -213,7 +214,7 @@ class QueueState(LinedState):
         restored, where = cast("tuple[int, object]", where)
         with self.lock:
             if restored != self._restored:
-                return  # they are no part of what the queue was made
+                return  # they are no part of the restored content
             self.elements.give_back(elements, where)
             self._settle()
         self.wake_called()
@@ -233,7 +234,7 @@ class QueueState(LinedState):
         with self.lock:
             self.check()
             self.is_closed = True
-            if cancel_pending:
+            if cancel_pending:  # takes never wait in vain: `_may_take` lets them go on, and they find it closed
                 waiting, self._putters, self._coming = self._putters, deque(), 0
                 for place in waiting:
                     place.is_refused = True
@@ -243,7 +244,7 @@ class QueueState(LinedState):
         self.wake_called()
 
     def leave_container(self, name: str) -> None:
-        """Coroutines that wait are told that the container was reset; runs that have this queue go on with it."""
+        """Tell waiting coroutines that the container was reset; runs that have this queue go on with it."""
         with self.lock:
             self.left_container = name
             for place in (*self._putters, *self._takers):
@@ -268,7 +269,7 @@ class QueueState(LinedState):
         self._captured(arrays)
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Makes a capture's arrays the elements.
+        """Make a capture's arrays the elements.
 
         Raises:
             CheckpointError: they do not fit; nothing has changed.
@@ -287,14 +288,14 @@ class QueueState(LinedState):
         elements.
         """
         with self.lock:
-            self._in_hand = []  # who copies them has taken them before this
+            self._in_hand = []  # the take that copies them has come before this
             self._restored += 1
             self.elements.restore(snapshot.elements, snapshot.order)
             self.is_closed = snapshot.is_closed
             self._settle()
         self.wake_called()
 
-    # -- who may go on, under the lock ---------------------------------------------------------------------------
+    # -- which place may go on, under the lock -------------------------------------------------------------------
 
     def _held(self) -> int:
         return len(self.elements) + len(self._in_hand)
@@ -378,6 +379,7 @@ class QueueState(LinedState):
             place.is_called = False
             return NOT_YET
         line.popleft()
+        # Whatever happens below, the next of the line may have to be called.
         try:
             if place.add is None:
                 return self._served(place)
@@ -412,7 +414,7 @@ class QueueState(LinedState):
                 self._coming -= place.count
             elif place.stage is not Stage.WAITING:
                 in_hand, self._in_hand = self._in_hand, []
-                if in_hand:
+                if in_hand:  # a cancelled take has taken nothing
                     self.elements.give_back(in_hand, self.elements.last)
             self._settle()
 
@@ -433,7 +435,7 @@ class QueueState(LinedState):
         return NOT_YET
 
     def copied(self, place: CopyingPlace, made: object, error: BaseException | None) -> None:
-        """Takes the copies that `place` waits for, or why there are none, from whichever thread."""
+        """Take the copies that `place` waits for, or the error of the copy; on any thread."""
         with self.lock:
             if error is not None:
                 place.error = error

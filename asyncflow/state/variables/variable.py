@@ -107,7 +107,7 @@ class Variable(Resource, Operators):
             return apply(VARIABLE_READ, name=f"{self.name}/read", variable=self)[0]
 
     def assign(self, x: TensorLike) -> Tensor:
-        """Makes `x` the value.
+        """Make `x` the value.
 
         Args:
             x: same dtype, and a shape that fits; Python numbers and lists take the variable's dtype.
@@ -121,15 +121,15 @@ class Variable(Resource, Operators):
         return self._write(ASSIGN, x, "assign")
 
     def assign_add(self, x: TensorLike) -> Tensor:
-        """Adds `x`, which broadcasts to the value's shape. Returns the new value; see `assign`."""
+        """Add `x`, which broadcasts to the value's shape, and return the new value; see `assign`."""
         return self._write(ASSIGN_ADD, x, "assign_add")
 
     def assign_sub(self, x: TensorLike) -> Tensor:
-        """Subtracts `x`, which broadcasts to the value's shape. Returns the new value; see `assign`."""
+        """Subtract `x`, which broadcasts to the value's shape, and return the new value; see `assign`."""
         return self._write(ASSIGN_SUB, x, "assign_sub")
 
     def update(self, fn: Callable[..., TensorLike], *xs: TensorLike) -> Tensor:
-        """Makes ``fn(old, *xs)`` the value, atomically (Assign-f of MAPL '17).
+        """Make ``fn(old, *xs)`` the value, atomically (Assign-f of MAPL '17).
 
         Args:
             fn: called once, now, with tensors; returns the new value. It may use tensors around it. Only pure ops: it
@@ -222,7 +222,7 @@ def _declared(value: TensorLike | Spec, dtype: DTypeLike | None, shape: ShapeLik
             f"write Variable(af.spec(dtype, shape)) and assign the tensor to it"
         )
     array = as_array(value, None if dtype is None else as_dtype(dtype))
-    array.flags.writeable = False
+    array.flags.writeable = False  # every session that has no value yet begins with this very array
     declared = array.shape if shape is None else as_shape(shape)
     if not is_compatible(array.shape, declared):
         raise ShapeError(
@@ -256,7 +256,7 @@ def _assign_spec(x: Spec, *, variable: Variable) -> Spec:
 def _arithmetic_spec(ufunc: np.ufunc) -> Callable[..., Spec]:
     def infer(x: Spec, *, variable: Variable) -> Spec:
         if x.dtype != variable.dtype:
-            return _fitting(variable, x)
+            return _fitting(variable, x)  # which raises: no promotion, as it would change the variable's dtype
         return _fitting(variable, Spec(ufunc_dtype(ufunc, x.dtype, x.dtype), broadcast([variable.shape, x.shape])))
 
     return infer
@@ -316,7 +316,7 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
         result = body.import_tensor(variable._own(returned))
     body.results.append(result)
     body.closed = True
-    check_pure(body, label)
+    check_pure(body, label)  # the state runs it again if another write has come between
     attrs = {"variable": variable, "function": body}
     try:
         spec = _update_spec(variable=variable, function=body)

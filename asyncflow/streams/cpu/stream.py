@@ -94,11 +94,12 @@ class ThreadStream:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
         """
         mailbox = self._mailbox
+        # One mailbox per loop, so that a batch of completions wakes the loop once. A stream has one loop at a time.
         if mailbox is None or mailbox.loop is not loop:
             self._mailbox = mailbox = Mailbox(loop, ThreadSubmission.finish, ThreadSubmission.drop)
         submission = ThreadSubmission([(work, args)], deliver, mailbox)
         self._give(submission.run)
-        mailbox.expect()
+        mailbox.expect()  # after `_give`, which raises on a closed stream; posts are taken out on this thread, later
         return submission
 
     def record(self) -> ThreadEvent:
@@ -122,6 +123,7 @@ class ThreadStream:
         if not isinstance(event, ThreadEvent):
             raise TypeError(f"stream {self.name} can wait for a ThreadEvent, not for {type(event).__name__}")
         self._queue.refuse_if_closed()
+        # A job that waits for an event of its own stream would be behind the point that it waits for.
         if event.queue is not self._queue and not event.done():
             self._give(event.hold_up)
 
@@ -155,7 +157,7 @@ class ThreadStream:
         jobs.refuse_if_closed()
         if self._thread is None:
             self._start()
-        jobs.given += 1
+        jobs.given += 1  # before the job can finish: `pending` never falls below 0
         jobs.jobs.put(job)
 
     def _start(self) -> None:

@@ -162,7 +162,7 @@ class Reaper(Lifecycle):
         loop = asyncio.get_running_loop()
         self._mailbox_of(loop)
         if not self._held:
-            loop.call_soon(self.flush)
+            loop.call_soon(self.flush)  # an event for each object would cost more than most launches
         self._held.extend(holds)
 
     def flush(self) -> None:
@@ -227,7 +227,7 @@ class Reaper(Lifecycle):
         """Refuse further tickets; the thread ends after the tickets already given and all other work. Idempotent."""
         if self.stopped:
             return
-        self.flush()
+        self.flush()  # a stopped reaper takes no ticket, and these objects need one
         self.stopped = True
         if self._thread is None:
             if self._is_idle():
@@ -248,6 +248,7 @@ class Reaper(Lifecycle):
         """Finish the oldest ticket."""
         self.in_flight.popleft()
         self._asleep -= ticket.counts
+        # The device is reported as lost before any waiter sees the error, so that a retry finds it lost.
         try:
             if ticket.error is not None:
                 self._tell()
@@ -348,6 +349,7 @@ class Reaper(Lifecycle):
             except Empty:
                 _post(batch)
                 return self._queue.get()
+            # The next one is not done: what is done must not wait for it.
             if following is None or len(batch) == MAX_BATCH or not self._is_done(following.event):
                 _post(batch)
                 return following
@@ -375,6 +377,7 @@ class Reaper(Lifecycle):
             return True
 
     def _lose(self, error: BaseException) -> None:
+        # Both threads may find an error. Whichever is stored first counts: what follows is the same failure.
         if self.lost is None:
             # Its frames refer to events and tickets; and many will raise it, each adding frames.
             self.lost = error.with_traceback(None)

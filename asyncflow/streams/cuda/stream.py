@@ -238,7 +238,7 @@ class CudaStream:
         reaper.settle()
         if not self._closed:
             self._closed = True
-            if reaper.lost is None:
+            if reaper.lost is None:  # a stream of a lost device can never be used again
                 self._card.give_back(self.raw)
         self.failures.log(self.name)
         return True
@@ -273,7 +273,7 @@ class CudaStream:
         """
         reaper = self._reaper
         reaper.refuse_if_closed()
-        point = reaper.record(for_ticket=True)
+        point = reaper.record(for_ticket=True)  # first: if it raises, no ticket was given
         reaper.give(Ticket(deliver, holds, point))
         return CudaEvent(self, point, self._failed)
 
@@ -301,6 +301,7 @@ class CudaStream:
             CUDARuntimeError: the device failed.
         """
         self._reaper.flush_launched()
+        # A copy: between two steps the caller may free memory, whose finalizers give tickets.
         for ticket in [*self._reaper.in_flight]:
             if ticket.holds and ticket.event is not None:
                 ticket.holds = self._still_held(ticket.holds, ticket.event, heirs)
@@ -347,7 +348,7 @@ class CudaEvent:
     """A point in a `CudaStream`'s order.
 
     Attributes:
-        stream: whose point it is.
+        stream: the stream in whose order it is.
         point: the same point for objects that must not keep the stream alive, such as tickets.
         seen_done: True once a holder of this object has found the work done; sightings of the ticket's thread depend on
             time and do not count.

@@ -58,7 +58,7 @@ class HostClock:
         return self.seen.get(event.stream, 0) >= event.count or event.stream.is_over
 
     def forget(self, streams: Iterable[SimStream]) -> None:
-        """Streams that are closed, and have ended before the eyes of the host: now everyone has seen all their work.
+        """Leave closed streams out of all clocks: the host has seen their end, so all streams have seen all their work.
 
         Else clocks would grow with every session that a machine has ever had.
         """
@@ -72,12 +72,12 @@ class SimEvent:
     """A point in a `SimStream`'s order, and the work that ends there.
 
     Attributes:
-        stream: whose point it is.
+        stream: the stream in whose order it is.
         count: the stream's count there; with the stream it names the work.
-        seen: what the stream knew of the others.
+        seen: counts of other streams whose work comes before.
         started_ns: when the work began.
         time_ns: when it ends, and the event is done.
-        label: what the work is.
+        label: name of the work.
     """
 
     stream: SimStream
@@ -95,7 +95,7 @@ class SimEvent:
         host = self.stream.host
         if host.now_ns() < self.time_ns:
             return False
-        host.observe(self)
+        host.observe(self)  # a program that has asked may rely on it, as on a card: this orders later launches
         return True
 
     async def wait(self) -> None:
@@ -193,7 +193,7 @@ class SimStream:
         self.free_at_ns = ended_ns = started_ns + duration_ns
         self._count += 1
         ends = self._ends
-        if self._jobs or (ends and ends[0] <= now_ns):
+        if self._jobs or (ends and ends[0] <= now_ns):  # else a long line of launches would grow without bound
             self._settle()
         ends.append(ended_ns)
         if self._host_version != host.version:
@@ -222,7 +222,7 @@ class SimStream:
         Raises:
             SessionClosedError: the stream is closed.
         """
-        event = self.launch(0)
+        event = self.launch(0)  # takes no time, but has its place in the order
         self._jobs.append(_SimJob(event, partial(work, *args)))
         self.host.loop.call_at_ns(event.time_ns, self._settle)
 
@@ -252,7 +252,7 @@ class SimStream:
         if not isinstance(event, SimEvent):
             raise TypeError(f"stream {self.name} can wait for a SimEvent, not for {type(event).__name__}")
         self._refuse_if_stopped()
-        # Who has seen an event has waited for it, or for one after it: its time counts already.
+        # A stream that has seen an event has waited for it, or for a later one: its time counts already.
         if not self.has_seen(event):
             self._seen = _merged(self._seen, event.known(), self)
             self._waits_ns = max(self._waits_ns, event.time_ns)
@@ -288,6 +288,7 @@ class SimStream:
         """Take over the host's knowledge: work given from here on comes after it."""
         host = self.host
         self._host_version = host.version
+        # Most news is known here already. A clock that stays the same object stays shared by the events.
         if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
             self._seen = _merged(self._seen, host.seen.items(), self)
 

@@ -74,7 +74,7 @@ class InputGraph:
     heights: Array | Tensor | None = None
 
     def __post_init__(self) -> None:
-        # What a nest takes apart it also puts together, of whatever leaves.
+        # A nest takes a graph apart and puts it together again, with any leaves: tensors, specs, paths.
         if not isinstance(self.offsets, np.ndarray | list | tuple):
             return
         parts = named_parts(self)
@@ -83,7 +83,7 @@ class InputGraph:
                 raise _no_array(part)
         edges = read_edges(**cast("dict[str, Array]", parts))
         edges.check(None, None)
-        found = find_heights(edges)
+        found = find_heights(edges)  # also refuses a cycle
         if edges.heights is not None and (is_wrong := edges.heights != found).any():
             vertex = int(is_wrong.argmax())
             raise edges.error(vertex, f"is of height {found[vertex]}; got {edges.heights[vertex]}")
@@ -99,7 +99,7 @@ class InputGraph:
         pairs = integers("edges", edges, (None, 2))
         for parent, child in pairs[(pairs[:, 0] < 0) | (pairs[:, 0] >= n)]:
             raise GraphError(f"vertex {child} has the parent {parent}; vertices are 0 to {n - 1}")
-        order = np.argsort(pairs[:, 0], kind="stable")
+        order = np.argsort(pairs[:, 0], kind="stable")  # stable: the order of a parent's edges is that of its children
         counts = np.bincount(pairs[:, 0], minlength=n)
         samples = np.array([0, n])
         return cls(_starts(counts), pairs[order, 1], samples, None if types is None else integers("types", types))
@@ -124,6 +124,7 @@ class InputGraph:
         found: list[object] = []
         parents: list[int] = []
         waiting: list[tuple[object, int]] = [(tree, -1)]
+        # With a stack of its own: a nest may be deeper than Python's recursion goes. Numbers are turned round below.
         while waiting:  # from right to left, parents first
             item, parent = waiting.pop()
             if item == () and type(item) is tuple:
@@ -182,6 +183,7 @@ class InputGraph:
         vertices, edges, ends = sizes.reshape(-1, 3).T
         before = vertices.cumsum() - vertices
         zero = np.zeros(1, np.int64)
+        # In few array operations for any number of graphs: a batch is made for each training step.
         offsets = _joined([zero, *(part[0][1:] for part in parts)])
         offsets[1:] += (edges.cumsum() - edges).repeat(vertices)
         children = _joined([part[1] for part in parts])
@@ -237,7 +239,7 @@ class InputGraph:
         offsets, children, samples, types, heights = self._arrays()
         every = range(len(self))
         chosen = every[index] if isinstance(index, slice) else range(every[index], every[index] + 1)
-        if chosen.step != 1 and chosen:
+        if chosen.step != 1 and chosen:  # arrays of neighbouring samples are slices; others are put together anew
             return InputGraph.batch([self[sample] for sample in chosen])
         start, stop = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
         first, last = samples[start], samples[stop]
@@ -272,7 +274,7 @@ class InputGraph:
     @classmethod
     def _of(cls, *arrays: Array | None) -> InputGraph:
         """Make a graph of checked, immutable arrays."""
-        graph = object.__new__(cls)
+        graph = object.__new__(cls)  # past `__post_init__`, which would check them and find the heights again
         graph._keep(*arrays)
         return graph
 
