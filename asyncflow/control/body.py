@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from asyncflow.errors import DTypeError, GraphError
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import (
     TensorLike,
     add_control_input,
@@ -18,8 +18,9 @@ from asyncflow.graph.building.build import (
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values import nest
-from asyncflow.graph.values.dtypes import VARIANT, promote
-from asyncflow.graph.values.shapes import size_of
+from asyncflow.graph.values.dtypes import VARIANT, dtype_name, promote
+from asyncflow.graph.values.shapes import format_shape, is_subshape, size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.manipulation import reshape
 from asyncflow.values import Nest
 
@@ -103,6 +104,27 @@ def result_tensor(body: Graph, value: Any, like: Tensor | None = None) -> Tensor
         if like is not None and type(value) in _WEAK and promote([like.dtype, value]) == like.dtype:
             return constant(value, like.dtype)
         return as_tensor(value)
+
+
+def require_kept(state: str, spec: Spec, function: str, found: Tensor) -> None:
+    """Raise DTypeError or ShapeError if a function of one step gives its state back with another dtype or shape.
+
+    Args:
+        state: the state, or a path in it, for the message.
+        spec: of the state before the first step.
+        function: what gives it back.
+        found: the state behind the step.
+    """
+    if found.dtype != spec.dtype:
+        raise DTypeError(
+            f"{state} begins as {dtype_name(spec.dtype)} but {function} returns {dtype_name(found.dtype)}; convert one "
+            f"with af.astype"
+        )
+    if not is_subshape(found.shape, spec.shape):
+        raise ShapeError(
+            f"{state} begins with shape {format_shape(spec.shape)} but {function} returns {format_shape(found.shape)}; "
+            f"a state keeps its shape"
+        )
 
 
 def refuse_handles(what: str, paths: Iterable[str], values: Sequence[Tensor]) -> None:

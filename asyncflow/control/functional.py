@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncflow.control.body import result_tensor, user_function
+from asyncflow.control.body import require_kept, result_tensor, user_function
 from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.control.windows import of_whole_windows
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.building.build import as_tensor, constant, graph_for
 from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.values import nest
-from asyncflow.graph.values.dtypes import dtype_name, int64
-from asyncflow.graph.values.shapes import format_shape, is_subshape
+from asyncflow.graph.values.dtypes import int64
 from asyncflow.ops.arithmetic.elementwise import add, subtract
 from asyncflow.ops.arithmetic.logic import less
 from asyncflow.ops.arrays.shape import rank, shape
@@ -229,17 +228,5 @@ class _State:
             for leaf, like in zip(leaves, self.initial, strict=True)
         ]
         for path, new, old in zip(self.structure.paths("state"), after, self.initial, strict=True):
-            self._check(path, new, old)
+            require_kept(f"{path} of {self.what}", old.spec, "fn", new)
         return after
-
-    def _check(self, path: str, new: Tensor, old: Tensor) -> None:
-        if new.dtype != old.dtype:
-            raise DTypeError(
-                f"{path} of {self.what} begins as {dtype_name(old.dtype)} but fn returns {dtype_name(new.dtype)}; "
-                f"convert one with af.astype"
-            )
-        if not is_subshape(new.shape, old.shape):
-            raise ShapeError(
-                f"{path} of {self.what} begins with shape {format_shape(old.shape)} but fn returns "
-                f"{format_shape(new.shape)}; a state keeps its shape"
-            )

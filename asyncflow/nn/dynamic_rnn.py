@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncflow.control.body import result_tensor, user_function
+from asyncflow.control.body import require_kept, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.stores.array_store import ArrayKind
 from asyncflow.control.stores.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.values import nest
-from asyncflow.graph.values.dtypes import dtype_name, int64
-from asyncflow.graph.values.shapes import Shape, format_shape, is_static, is_subshape
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import Shape, is_static
 from asyncflow.graph.values.spec import Spec
 from asyncflow.nn.packing import Packing, first_rows, packing, place_rows, reshaped
 from asyncflow.ops.arithmetic.elementwise import add
@@ -205,25 +205,10 @@ class _RnnLoop:
         wanted = self.sequences.state_structure
         rule = f"the cell of dynamic_rnn returns a state like the one it is given, {nest.describe(wanted)}"
         found = nest.match(wanted, returned[1], rule)
-        paths = list(wanted.paths("state"))
-        after = [
-            self._next_state(path, result_tensor(self.body, leaf, x), spec)
-            for path, leaf, x, spec in zip(paths, found, self.sequences.state, self.specs, strict=True)
-        ]
+        after = [result_tensor(self.body, leaf, x) for leaf, x in zip(found, self.sequences.state, strict=True)]
+        for path, spec, x in zip(wanted.paths("state"), self.specs, after, strict=True):
+            require_kept(f"{path} of dynamic_rnn", spec, "the cell", x)
         return structure, values, after
-
-    def _next_state(self, path: str, x: Tensor, spec: Spec) -> Tensor:
-        if x.dtype != spec.dtype:
-            raise DTypeError(
-                f"{path} of dynamic_rnn begins as {dtype_name(spec.dtype)} but the cell returns "
-                f"{dtype_name(x.dtype)}; convert one with af.astype"
-            )
-        if not is_subshape(x.shape, spec.shape):
-            raise ShapeError(
-                f"{path} of dynamic_rnn has shape {format_shape(spec.shape)} but the cell returns "
-                f"{format_shape(x.shape)}; a state keeps its shape"
-            )
-        return x
 
     def build(self, parallel_iterations: int, swap_memory: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Adds the loop; gives the outputs and the last state."""
