@@ -155,6 +155,7 @@ def gradients(
         sources = [leaf if isinstance(leaf, Variable) else _tensor(graph, leaf, "xs") for leaf in x_leaves]
         stopped = [_tensor(graph, leaf, "stop_gradients") for leaf in nest.flatten(stop_gradients)[0]]
         found = _Gradients(graph, targets, sources, stopped).find(_given(y_structure, grad_ys))
+        # None for such an x would be right, and hide that training through a queue trains nothing.
         if unconnected == "none":
             unreached = [x for x, grad in zip(sources, found, strict=True) if grad is None and isinstance(x, Tensor)]
             _refuse_queues(graph, targets, unreached)
@@ -314,6 +315,7 @@ def _graphs_around(graph: Graph) -> dict[Graph, None]:
     found: dict[Graph, None] = {}
     if graph.parent is not None:
         found |= _graphs_around(graph.parent)
+    # Found twice, a graph keeps its first place: outer graphs come before inner ones.
     if isinstance(graph, GradientBody):  # a gradient function of the user's asks for gradients in turn
         found |= _graphs_around(graph.forward)
     found[graph] = None
@@ -325,7 +327,7 @@ def _taken(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
     if not isinstance(graph, Subgraph):
         return ()
     restored = graph.restored() if isinstance(graph, GradientBody) else ()
-    known = {inner for _, inner in restored}
+    known = {inner for _, inner in restored}  # restored values are captures as well: each pair once
     return (*restored, *((outer, inner) for outer, inner in graph.captures.items() if inner not in known))
 
 

@@ -483,7 +483,7 @@ def _valid(name: str) -> str:
 def _numbered(full: str, taken: dict[str, int]) -> str:
     """A name that is not taken, which is from here on; the caller has the lock of the root graph."""
     candidate = full
-    while candidate in taken:
+    while candidate in taken:  # the count stays, so that a thousand nodes of one name do not count from 1 each time
         taken[full] += 1
         candidate = f"{full}_{taken[full]}"
     taken[candidate] = 0

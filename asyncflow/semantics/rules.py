@@ -267,10 +267,10 @@ class Rules:
         except Exception:  # which `fire` raises again
             return True
 
-    # -- what happens --------------------------------------------------------------------------------------------
+    # -- firings -------------------------------------------------------------------------------------------------
 
     def fire(self, state: ProgramState, firing: Firing) -> None:
-        """An operation, read or write: all of it, in one step. What its kernel raises leaves the state as it was."""
+        """Do an operation, read or write: all of it, in one step. If its kernel raises, the state is as it was."""
         node, tag = firing
         if node.op is WAIT:
             self._meet(state, firing, node.attrs["barrier"])
@@ -279,7 +279,7 @@ class Rules:
         for resource in resources_of(node):
             state.memory[resource.effect_key] = _content(self.cells[resource.effect_key])
         for tensor, value in zip(node.outputs, (found,) if node.single else found, strict=True):
-            state.values.setdefault((tensor, tag), value)  # one that is fed keeps its value
+            state.values.setdefault((tensor, tag), value)  # a fed tensor keeps its value
         del state.waiting[firing]
         state.done.add(firing)
 
@@ -292,11 +292,12 @@ class Rules:
             state.done.add(each)
 
     def _result(self, state: ProgramState, firing: Firing) -> Nest:
-        """Calls a kernel, which leaves the state of its resources in the cells; where it has to wait, a place in line.
+        """Call a kernel, which leaves the state of its resources in the cells; return a place in line if it waits.
 
         Only dequeues can stand in line, namely before an enqueue of more elements than there is room for.
         """
         touched = list(resources_of(firing[0]))
+        # The cells are one set for all states of the search: filled before each call, and read after it.
         found = self._call(state, firing, touched)
         for other in state.waiting if isinstance(found, PlaceInLine) else ():
             if list(resources_of(other[0])) == touched and other != firing and not self.missing(state, other):
@@ -319,6 +320,7 @@ class Rules:
 
     def settle(self, state: ProgramState) -> None:
         """Fire all firings whose outcome does not depend on their moment."""
+        # The search does not branch here: any order gives the same state. Each round may make further firings ready.
         moved = True
         while moved:
             moved = False
@@ -340,7 +342,7 @@ class Rules:
             return False
         try:
             self.fire(state, firing)
-        except Exception as error:  # whatever the user's program may raise is part of what it may do
+        except Exception as error:  # a failure is one of the program's outcomes, whatever it raises
             state.failing[firing] = error
         return True
 

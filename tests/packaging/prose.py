@@ -140,31 +140,18 @@ FIGURES: Final = {
 GOAL: Final = Figures(0.3, 50, 0, 0)
 _UNCOMMENTED: Final = """
     __init__.py
-    autodiff/gradients.py
-    autodiff/pieces/custom_gradient.py
     cli/main.py
-    compiler/memory/plan_memory.py
-    compiler/placement/constraints.py
     compiler/placement/place.py
     compiler/plan.py
-    compiler/program/extract.py
-    compiler/program/kernels/kernels.py
-    compiler/program/loops/hand_written.py
-    compiler/regions/regions.py
-    control/stores/tensor_array.py
     errors.py
-    graph/graph.py
     graph/op.py
     graph/text/parse.py
-    graph/text/text.py
     lift/calls/batched.py
     lift/calls/pooled.py
     ops/arithmetic/elementwise.py
     ops/arrays/creation.py
     ops/arrays/manipulation.py
     ops/indexing/indexing.py
-    ops/indexing/keys.py
-    ops/indexing/scatter.py
     ops/layers/nn.py
     ops/matrices/decompositions.py
     ops/random/random.py
@@ -175,12 +162,7 @@ _UNCOMMENTED: Final = """
     ops/user/from_torch.py
     profiler/picture.py
     profiler/summary.py
-    runtime/executor/recorder.py
-    runtime/gates/admission.py
-    runtime/session/record.py
     runtime/session/session.py
-    runtime/shared/batches.py
-    runtime/watch/picks.py
     semantics/rules.py
     serving/metrics.py
     state/queues.py

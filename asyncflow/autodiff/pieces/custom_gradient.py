@@ -188,6 +188,7 @@ class _Differentiable:
         return f"<custom_gradient {self._name}>"
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Nest]:
+        # As for a function: read off an instance it is bound, and `self` is no argument to differentiate.
         return self if instance is None else _Differentiable(MethodType(self._fn, instance))
 
     def __call__(self, *xs: Nest, **arguments: object) -> Nest:
@@ -205,6 +206,7 @@ class _Differentiable:
             if not outputs:
                 raise GraphError(f"custom_gradient: {name} returned no tensors")
             captured, variables = _used(outputs, inputs, first)
+            # Behind results and arguments: the sweep meets this node first, and goes on at the arguments.
             passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
             # Without reads the pair is not asked for: one grad_fn may serve functions with variables and without.
@@ -259,7 +261,7 @@ def _used(
     while stack:
         tensor = stack.pop()
         node = tensor.node
-        if tensor in seen or node.op is STOP_GRADIENT:
+        if tensor in seen or node.op is STOP_GRADIENT:  # no gradient would flow beyond it
             continue
         seen.add(tensor)
         # Numbers of nodes only grow, so a smaller one was built before the function was called.
@@ -269,6 +271,7 @@ def _used(
             continue
         stack += node.inputs
         read += (each for each in deep([node]) if each.op is VARIABLE_READ)
+    # By their numbers, which is the order of the function's own lines; the walk above goes backwards.
     variables = [each.attrs["variable"] for each in sorted(read, key=lambda each: each.id)]
     found = {variable.serial: variable for variable in variables if carries_gradient(variable.spec)}
     return tuple(captured), tuple(found.values())

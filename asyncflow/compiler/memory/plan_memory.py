@@ -517,7 +517,7 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
     paths = StorePaths(loop.graph.root)
     inner = [_stored_inside(store.value, paths) for store in stores if store.value.dtype == VARIANT]
     known = [store for store in inner if store is not None]
-    if count == 0:
+    if count == 0:  # nothing is ever saved
         return None
     if len(known) < len(inner) or (inner and count is None):
         return "only a run knows how much the loops in it save"

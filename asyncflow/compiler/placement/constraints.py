@@ -50,6 +50,7 @@ def usable_devices(
     usable = tuple(index for index, device in enumerate(devices) if device.capabilities.kernels == "all")
     if len(usable) in (0, len(devices)) or not any(map(needs_all_kernels, nodes)):
         return asked, True
+    # The host computes for a card, with copies both ways: a device that has the kernels itself is better.
     chosen = tuple(index for index in asked if index in usable)
     return (chosen, True) if chosen else (usable, False)
 

@@ -251,7 +251,8 @@ class _Placer:
         loads = [0.0] * len(self.choices.limits)
         needed: list[int | None] = [None] * len(node.inputs)
         outputs: list[int | None] = []
-        for branch in reversed(node.subgraphs):  # the results are where the true branch has them
+        # The results are where the true branch has them: `outputs` of the last one placed.
+        for branch in reversed(node.subgraphs):
             level = self.level()
             values = [
                 level.give([inner], Value(nbytes=tensor_nbytes(outer), home=home(outer)))
@@ -358,6 +359,7 @@ class _Placer:
         full = solution.full[group]
         if full and device not in full:
             return f"{prefix}only {_listed(names, finishes)} has room, not {_listed(names, full)}"
+        # The search weighs whole placements: a node may well be slower by itself where it is.
         if finishes.get(device, float("inf")) > min(finishes.values()):
             together = "it stays with its neighbours, as spreading the work gains too little"
             return prefix + (together if solution.is_gathered else "all work is done sooner that way")

@@ -325,7 +325,7 @@ class _Copy:
                     self.shapes[output] = self._shape_by_rule(output, target)
             if node not in need.nodes or node.op is PARAMETER:
                 continue
-            if node in need.unchecked:
+            if node in need.unchecked:  # its value passes on as it is
                 self._stand_in(node, self.tensors[node.inputs[0]])
                 continue
             if node.op is SHAPE and node.inputs[0] not in self.tensors and node.inputs[0] in self.shapes:
@@ -344,7 +344,7 @@ class _Copy:
 
     def _stand_in(self, node: Node, value: Tensor) -> None:
         self.tensors.setdefault(node.outputs[0], value)
-        self.nodes[node] = value.node
+        self.nodes[node] = value.node  # nodes that waited for the check, or the shape, wait for this one
 
     def _shape_by_rule(self, tensor: Tensor, target: Graph) -> Tensor:
         node = tensor.node

@@ -206,6 +206,7 @@ class _Clustering:
         lanes = {node: self.lane(node) for node in graph.nodes}
         joins = {node for node in graph.nodes if self.may_join(node, lanes[node])}
         alone = set[Node]()
+        # Bodies before this level: a loop that stays primitives has regions inside.
         for node in graph.nodes:
             if isinstance(node, WhileNode) and node not in joins and self.may_be_alone(node, lanes[node]):
                 alone.add(node)
@@ -262,6 +263,7 @@ class _Clustering:
 
     def lane(self, node: Node) -> ComputeStream | None:
         """Return the lane of the node; None for a branch or loop that is spread over several lanes."""
+        # A branch or loop is in a lane only if all that it does is: else its parts cross lanes by themselves.
         found = self.lanes(node) if node.subgraphs else None
         if not found:
             return ComputeStream(node.device, self.streams.get(node, 0))
@@ -272,6 +274,7 @@ class _Clustering:
         return {self.lane(inner) for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)}
 
     def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
+        # With a seed, results must not depend on the order: such a node stays a firing that the seed can hold back.
         if self.random is not None and _may_overtake(node):
             return False
         return (

@@ -414,7 +414,7 @@ class TensorArray(Handle):
 
     def _value(self, value: TensorLike) -> Tensor:
         """The value to be written, as a tensor; Python numbers, and lists of them, take the dtype of the array."""
-        with graph_for(self.handle):
+        with graph_for(self.handle):  # the array's graph, also if only Python numbers are written
             tensor = as_tensor(value, self.dtype if type(value) in _WEAK else None)
         if tensor.dtype == VARIANT:
             raise GraphError("elements of a TensorArray are tensors; keep several arrays instead of arrays in an array")

@@ -144,6 +144,7 @@ class Printer:
         outer = self._captured(node)
         if outer is not None:
             return f"capture {reference(outer)}"
+        # Sorted, as passes set attrs in any order, and their texts are compared.
         attrs = [self._attr(node, name) for name in sorted(node.attrs) if not is_subgraph(node.attrs[name])]
         braced = f" {{{', '.join(attrs)}}}" if attrs else ""
         return f"{quote_word(node.op.name)}({references(node.inputs)}){braced}"
@@ -231,7 +232,7 @@ class Printer:
 
     def _label(self, resource: Resource) -> str:
         # Resources belong to no graph, so two of one name may meet here.
-        if resource not in self.resources:
+        if resource not in self.resources:  # one object has one label, wherever the graph names it
             label, count = resource.name, 0
             while label in self._labels:
                 count += 1
@@ -259,6 +260,7 @@ class Printer:
         if is_text or array.size <= READABLE_SIZE:
             items = python_values(array)
             # Digits do not tell NaNs apart, and long doubles have more of them than Python's floats.
+            # So it is tried: what would not come back to the bit is written as bytes.
             if is_text or np.array(items, array.dtype).reshape(array.shape).tobytes() == array.tobytes():
                 return self._nested(items, array.shape)
         return f"base64 {quote(encode(array))}"

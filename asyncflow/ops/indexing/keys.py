@@ -41,6 +41,7 @@ WHOLE: Entry = ("slice", None, None, None)
 
 def along(axis: int, entry: Entry) -> Key:
     """The key that indexes one axis, of a value of whatever rank."""
+    # From the end behind an ellipsis, so that the rank need not be known.
     return (ELLIPSIS, entry, *(WHOLE,) * (-1 - axis)) if axis < 0 else (*(WHOLE,) * axis, entry)
 
 
@@ -68,13 +69,14 @@ def _entry(item: object, tensors: list[Tensor]) -> Entry:
         return ELLIPSIS
     if isinstance(item, slice):
         return ("slice", *(_bound(bound, tensors) for bound in (item.start, item.stop, item.step)))
+    # A boolean is an int to Python, and a mask to NumPy; an array of rank 0 is an advanced index, not a position.
     if not (is_symbolic(item) or isinstance(item, bool | np.bool_ | np.ndarray)) and hasattr(item, "__index__"):
         return ("int", operator.index(item))
     return _input(_index_tensor(item), tensors)
 
 
 def _index_tensor(item: TensorLike) -> Tensor:
-    if isinstance(item, list) and not item:
+    if isinstance(item, list) and not item:  # NumPy makes floats of it
         item = np.zeros(0, dtype=int64)
     tensor = as_tensor(item)
     if tensor.dtype.kind not in "biu":
@@ -115,6 +117,7 @@ def compile_key(key: Key) -> tuple[Index | None, Callable[..., Index]]:
     if not any(_inputs_of(entry) for entry in key):
         index = tuple(_static(entry) for entry in key)
         return index, lambda: index
+    # Short ways for the keys of inner loops: a key of tensors alone, a range of rows, a single entry.
     if key == tuple(("input", number) for number in range(len(key))):
         return None, lambda *values: values
     if key == ROW_RANGE:
@@ -210,7 +213,7 @@ def indexed_shape(x: Shape, key: Key, indices: Sequence[Spec]) -> Shape:
         ShapeError: too many indices, an int out of range, a step of 0, or masks and indices that do not fit.
     """
     spans = [_span(entry, indices) for entry in key]
-    _check_steps(key)
+    _check_steps(key)  # also where no rank is known
     if x is None or None in spans:
         return None
     rest = len(x) - sum(span for span in spans if span is not None)
@@ -231,7 +234,7 @@ def place_of_positions(x: tuple[int | None, ...], key: Key, indices: Sequence[Sp
 def _walked(x: tuple[int | None, ...], key: Key, indices: Sequence[Spec], *, advanced: bool) -> _Walk:
     rest = len(x) - sum(_span(entry, indices) or 0 for entry in key)
     walk = _Walk(x, indices, advanced=advanced)
-    for entry in key if ELLIPSIS in key else (*key, ELLIPSIS):
+    for entry in key if ELLIPSIS in key else (*key, ELLIPSIS):  # axes that a key leaves out are taken whole
         walk.take(entry, rest if entry == ELLIPSIS else _span(entry, indices) or 0)
     return walk
 
@@ -254,7 +257,7 @@ def _check_steps(key: Key) -> None:
 
 
 class _Walk:
-    """Goes through a key from left to right and collects the result's axes.
+    """A walk through a key from left to right that collects the result's axes.
 
     Invariant: ``axis`` is the next axis of the indexed value that no entry has used.
     """
@@ -276,7 +279,7 @@ class _Walk:
         """True after one more advanced index behind that."""
 
     def take(self, entry: Entry, span: int) -> None:
-        """Adds what `entry`, which uses up `span` axes, gives to the result."""
+        """Add the axes that `entry`, which uses up `span` axes, gives to the result."""
         extents = self.shape[self.axis : self.axis + span]
         if entry[0] in ("int", "input"):
             self._join(self._index_shape(entry, extents))
@@ -303,7 +306,7 @@ class _Walk:
             return
         if self.at is None:
             self.at = len(self.dims)
-        elif self.broken:
+        elif self.broken:  # NumPy's rule: axes of advanced indices that stand apart go to the front
             self.at, self.apart = 0, True
         self.joined.append(shape)
 

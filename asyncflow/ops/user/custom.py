@@ -34,7 +34,7 @@ _share_calls: list[ShareCalls] = []
 
 
 def install_batching(share: ShareCalls) -> None:
-    """Tells how the calls of a function are computed together, which takes more than is known here."""
+    """Note how the calls of a function are computed together: the room of lifting, above this one, knows that."""
     _share_calls[:] = [share]
 
 
@@ -94,6 +94,7 @@ class CustomOp(Generic[P]):
         self.limits = None if limits is None else self._limited(limits(self.name), is_async)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
+        # An object of its own, and not this one: the op would lead back to what holds it.
         calls = _Calls(function, is_async, self.name, self.limits)
         self.op = Op(
             self.name,
@@ -108,7 +109,7 @@ class CustomOp(Generic[P]):
             flops=None if cost is None else partial(_flops, cost),
             derivative=None if gradient is None else rule_of_op(self.name, gradient),
         )
-        self._signature = inspect.signature(function)
+        self._signature = inspect.signature(function)  # once: each call in a graph is checked against it
         update_wrapper(self, function, updated=())
 
     # The signature is the function's, whose parameters say what arrays it gets; in a graph it is given tensors.
@@ -131,7 +132,7 @@ class CustomOp(Generic[P]):
             GraphError: the function does not take these arguments, or a tensor is passed by name.
         """
         if current_graph() is None and not any(is_symbolic(x) for x in inputs):
-            return self.function(*inputs, **arguments)
+            return self.function(*inputs, **arguments)  # unchecked, as if it were not decorated
         batch = self._batch
         told = () if batch is None or batch.tells is None else (None,)
         self._check_call((*inputs, *told), arguments)
@@ -233,7 +234,7 @@ class _Calls:
         function = partial(self.function, **arguments) if arguments else self.function
         check = partial(checked, outputs) if isinstance(outputs, Spec) else Results(outputs)
         limits = self.limits
-        if limits is not None:
+        if limits is not None:  # a plain function, too, is awaited then: it waits for its turn
 
             async def call_in_turn(*values: Value) -> Value:
                 inputs = tuple(map(read_only, values))
@@ -458,6 +459,7 @@ def _return_annotation(function: Callable[..., object]) -> Outputs:
     found = annotations.get("return", type)
     if isinstance(found, str):
         try:
+            # Only the return annotation: one of a parameter may name what is imported for type checkers alone.
             found = eval(found, getattr(function, "__globals__", {}))  # as inspect.get_annotations does
         except Exception:
             return None  # an annotation for type checkers alone

@@ -57,6 +57,7 @@ class Recorder:
         self._launched: list[_Launched] = []
         self._counted: list[tuple[AsynchronousDevice, Spans]] = []
         device.memory.lap(self)  # peaks are measured from here on; `finish` ends that
+        # The mover adds to a list of its own as copies end, on any thread; `finish` reads it once the run has ended.
         self.moves: Sequence[SwapCopy] = ()
         """Moves of saved values."""
 
@@ -323,7 +324,7 @@ class Recorder:
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
     if status != "ok":
-        return ""
+        return ""  # of a firing that failed or was cancelled there are none
     values = (result,) if node.single else result if isinstance(result, tuple) else ()
     return ", ".join(map(describe, values))
 
@@ -339,7 +340,7 @@ class _Timed(deque["tuple[PlanNode, Iteration]"]):
 
     def append(self, item: tuple[PlanNode, Iteration]) -> None:
         node, iteration = item
-        if iteration.ready_ns is None:
+        if iteration.ready_ns is None:  # runs that are not traced have no such dict in each iteration
             iteration.ready_ns = {}
         iteration.ready_ns[node] = self._now()
         super().append(item)

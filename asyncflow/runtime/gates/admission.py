@@ -250,7 +250,8 @@ class Admission:
     def _queue_for(self, cost: RunCost | None) -> RunQueue[AdmissionTicket]:
         if not self.is_auto or cost is None:
             return self.queues[0]
-        # Each length is up to four times the one before.
+        # Each length is up to four times the one before: bits of the ratio, two at a time. Without a time a plan has a
+        # queue of its own, by its cost.
         length = (int(cost.mean_s / _SHORTEST_S).bit_length() + 1) // 2 if cost.mean_s else cost
         queue = self.queues.get(length)
         if queue is None:
@@ -316,6 +317,7 @@ class Admission:
         ticket = AdmissionTicket(cost, priority, deadline_s, queue=queue, admission=self)
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
+        # With no run in flight, what is held belongs to variables and constants: runs are measured above that.
         if self._accounts and queue.is_idle:
             self._look_at_idle()
         try:
@@ -382,7 +384,7 @@ class Admission:
         """Return True if a run that stepped aside has a place now; else ``go_on()`` is called when it has."""
         is_in_line, ticket.go_on = ticket.go_on is not None, go_on
         if is_in_line:
-            return False
+            return False  # it waits already, for an earlier step; one call serves both
         now_s = asyncio.get_running_loop().time()
         if not ticket.queue.come_back(ticket, now_s):
             self._watch(ticket.queue)

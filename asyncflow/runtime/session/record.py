@@ -165,6 +165,7 @@ class Record:
             if not all(isinstance(name, str) for name in (*found["fetches"], *found["devices"])):
                 raise ValueError("a fetch or a device is no name")
             return cls(**found, has_results=form == _FORMAT)
+        # A damaged file may fail anywhere above: all of these are faults of the file, and name it.
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             wrong = f"{path} is no record of a run, or a part of one: it is no JSON"
             raise ReplayError(f"{wrong}; session.run(..., record=path) writes one") from error
@@ -264,6 +265,8 @@ def _checked(path: Path) -> Path:
 
 def resources_by_label(graph: Graph) -> dict[str, Resource]:
     """Return the resources of a graph by their names in its text."""
+    # Printing gives resources their labels, in the order in which the text meets them. Lenient: the text itself is
+    # thrown away, and a graph without a text form has resources as well.
     printer = Printer(lenient=True)
     for _ in printer.graph_lines(graph):
         pass
@@ -300,7 +303,10 @@ def _name(fetch: Fetch, resources: Mapping[str, Resource]) -> str:
 def _plain_options(options: SessionOptions) -> dict[str, object]:
     found = {each.name: getattr(options, each.name) for each in fields(SessionOptions)}
     return {
-        name: list(value) if name == "without" else value for name, value in found.items() if name not in _OF_ITS_PLACE
+        # `without` may be a set, which JSON does not have.
+        name: list(value) if name == "without" else value
+        for name, value in found.items()
+        if name not in _OF_ITS_PLACE
     }
 
 

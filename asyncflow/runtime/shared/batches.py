@@ -358,6 +358,7 @@ class Batches(TellingState):
         held_until_ns = partial(self._held_until_ns, now_ns) if self.steps.turns.is_contended else None
         for call in self._batcher.take(now_ns, is_idle=is_idle, held_until_ns=held_until_ns):
             for each in (call, *call.beside):
+                # In the context of a member: user code in the call sees the variables that its run was asked with.
                 most = max(most, len(each.members))
                 each.members[0].context.run(self._start, each)
             if turn.now() >= end:  # short calls are computed here: the event loop has its turn, and this goes on
@@ -516,6 +517,7 @@ class Batches(TellingState):
         try:
             if len(members) > 1:
                 for value in results:
+                    # A member's result is a part of the call's, and others have the parts beside it.
                     if isinstance(value, np.ndarray):
                         value.flags.writeable = False  # members have views of it
             parts = list(shared.parts(results, fed, [member.inputs for member in members]))

@@ -279,7 +279,7 @@ class PickGuide(PickLog):
 
     def position(self, partition: int, ready: _Ready) -> int | None:
         """Return the position of the next pick, or of a primitive; None if there is neither."""
-        self._ready[partition] = ready
+        self._ready[partition] = ready  # to be listed if the run stalls
         awaited = None if self.is_at_end else self._expected[len(self.picks)][:3]
         # Primitives at once: the next kernel may only become ready by them.
         for position, (node, iteration) in enumerate(ready):
@@ -297,6 +297,7 @@ class PickGuide(PickLog):
         if node.kind != Kind.KERNEL:
             return
         if self.is_at_end:
+            # The recorded run was cancelled here, or ran out of time: nothing in the record would stop this one.
             if not self._is_whole and self._stop is not None:
                 self._stop()
         # A partition with nothing to take does not look again by itself.
@@ -317,6 +318,7 @@ class PickGuide(PickLog):
         given, expected = self.picks[place], self._expected[place]
         if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result
             return
+        # Only the first difference is told: what follows it differs, too.
         if self.difference is None and given.checksum != expected.checksum:
             self.difference = ReplayError(
                 f"firing {place + 1} of {len(self._expected)}, {given}, gave another value than in the record: "
@@ -327,6 +329,7 @@ class PickGuide(PickLog):
     def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
         """Return the recorded answer to a firing."""
         found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
+        # The node is computed, with the recorded results of its calls: kernels around a call have work of their own.
         if calls_functions(node.source):
             return COMPUTED if self._live else UNANSWERED if found is UNANSWERED else COMPUTED
         if not asks_others(node.source):

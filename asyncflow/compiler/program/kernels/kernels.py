@@ -185,7 +185,7 @@ def bind_member(
     Where the arrays of a device are NumPy's, as a simulated one's are, they have to be told apart from the host's: such
     a region is made of device values, and its kernels launch themselves.
     """
-    if device.xp is np:
+    if device.xp is np:  # told apart by their types, which only launchers look at
         return bind_launch(node, bare, device, stream, on_host, in_region=True)
     if node.op is CONSTANT and not node.control_inputs:
         constant = _constant_on(device, node, bare(np)())
@@ -212,7 +212,7 @@ def bind_member(
 def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
     """`kernel`, computed by NumPy, with scalars for arrays of rank 0: other array libraries refuse NumPy's arrays."""
     if kernel is node.op.scalar_kernel or isinstance(kernel, np.ufunc):
-        return kernel
+        return kernel  # these give scalars by themselves
     if node.single:
         return lambda *inputs: as_scalar(kernel(*inputs))
     return lambda *inputs: tuple([as_scalar(value) for value in kernel(*inputs)])

@@ -257,6 +257,7 @@ class HandWritten:
             if node.op is not EXIT or runs is None:
                 continue
             driver = self.frames[path].driver
+            # A value that leaves while the loop goes on may come twice, or not at all: only a run shows that.
             if driver is not None and runs.sides != {(driver[0], not driver[1])}:
                 self._odd_exits.add(node)
         return found or len(self._odd_exits) > before
@@ -306,6 +307,7 @@ class HandWritten:
 
 def _literal(pred: Tensor, side: bool) -> Side:
     """The meaning of `pred` being as `side` says, for the value that it is a copy or the opposite of."""
+    # Switches by a predicate, by its copy and by its negation are then known to depend on one.
     while pred.node.op in (LOOP_COND, IDENTITY, LOGICAL_NOT):
         side ^= pred.node.op is LOGICAL_NOT
         pred = pred.node.inputs[0]
