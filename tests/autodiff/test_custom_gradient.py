@@ -184,7 +184,9 @@ def test_gradients_into_captured_values_are_refused() -> None:
 
 
 async def test_gradients_for_variables(run: Run) -> None:
-    """One for each that the results depend on, in the order of their reads, also of reads in branches and loops."""
+    """The function returns a gradient for each variable that its results depend on. The order is that of their reads,
+    also in branches and loops.
+    """
     v, w, unused = af.Variable(3.0, name="v"), af.Variable(5.0, name="w"), af.Variable(7.0, name="unused")
     given: list[Any] = []
 
@@ -289,7 +291,7 @@ def test_gradients_that_do_not_fit(wrong: str) -> None:
 
 
 async def test_gradients_whose_shape_only_a_run_knows(run: Run) -> None:
-    """They are compared there, and not broadcast; of custom_gradient and of ops alike."""
+    """Shapes are compared in the run, and not broadcast; for custom_gradient and ops alike."""
 
     def grad_fn(grad: Any) -> Any:
         return grad[:1]
@@ -315,7 +317,7 @@ def test_a_gradient_of_another_nest() -> None:
 
 
 def test_the_text_form(graph: af.Graph) -> None:
-    """It round-trips, in bodies too; only the function is not in it."""
+    """The text round-trips, in bodies too; only the function is not in it."""
     custom = af.custom_gradient(lambda x: (x * 2.0, lambda grad: grad))
     x = af.constant(1.0, name="x")
     y = custom(x)
@@ -343,7 +345,9 @@ def test_the_compiler_leaves_the_node_out(graph: af.Graph) -> None:
 
 
 async def test_an_ops_gradient(run: Run) -> None:
-    """It gets inputs, outputs and their gradients as tensors, and the static arguments it names."""
+    """The gradient function gets inputs, outputs and their gradients as tensors, and the static arguments that it
+    names.
+    """
     seen: list[Any] = []
 
     def gradient(inputs: Any, outputs: Any, grads: Any, *, n: int) -> Any:

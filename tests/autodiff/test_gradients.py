@@ -32,14 +32,14 @@ async def test_nests_of_xs_and_ys(run: Run) -> None:
 
 
 async def test_grad_ys_weigh(run: Run) -> None:
-    """One for each y, a Python number or a list among them; None stands for ones."""
+    """`grad_ys` has a weight for each y, a Python number or a list among them; None stands for ones."""
     x = af.constant([1.0, 2.0])
     slope = af.gradients([x * x, af.sum(x), x], x, grad_ys=[[10.0, 100.0], 0.5, None])
     assert (await run(slope)).tolist() == [21.5, 401.5]
 
 
 async def test_a_tensor_as_grad_y(run: Run) -> None:
-    """It may be symbolic, and of a shape that only a run knows."""
+    """The tensor may be symbolic, and of a shape that only a run knows."""
     x, weight = af.constant([1.0, 2.0]), af.placeholder("float64")
     slope = af.gradients(x * x, x, grad_ys=weight)
     assert slope.shape == (2,)
@@ -122,7 +122,7 @@ def test_nodes_are_no_ys() -> None:
 
 
 def test_tensor_arrays_are_no_xs() -> None:
-    """Their elements are."""
+    """Only the elements of a TensorArray are xs."""
     array = af.TensorArray("float64", size=2, element_shape=()).write(0, 1.0)
     y = array.read(0)
     with pytest.raises(
@@ -148,7 +148,7 @@ def test_unconnected_is_none_or_zero() -> None:
 
 
 def test_tensors_of_another_graph() -> None:
-    """They cannot be on the way."""
+    """Tensors of another graph cannot be on the way."""
     x = af.constant(1.0)
     with af.Graph():
         other = af.constant(2.0)

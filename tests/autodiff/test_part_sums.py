@@ -131,7 +131,7 @@ def pairs(x: Any, t: Any, stack: Any) -> Any:
 
 
 def along(x: Any, t: Any, stack: Any) -> Any:
-    """One element a column, each by a number of its own."""
+    """Read an element of each column, by a number of its own."""
     return af.take_along_axis(x, af.reshape(stack([t, t + 1]), (1, 2)), axis=0)
 
 

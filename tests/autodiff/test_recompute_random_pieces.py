@@ -34,7 +34,7 @@ def smooth(k: float) -> Callable[..., Any]:
 
 @af.custom_gradient
 def differentiated(a: Any, b: Any) -> Any:
-    """Its gradient goes through a loop of it."""
+    """The gradient of this function goes through a loop of the function."""
     y = af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, af.sin(v) * b), (0, a))[1]
     return y, lambda grad: tuple(af.gradients(y, [a, b], grad_ys=grad))
 

@@ -337,7 +337,9 @@ async def test_gradients_of_another_shape_are_refused(graph: af.Graph) -> None:
 
 @pytest.mark.parametrize("regions", [True, False])
 async def test_stores_of_nested_loops(graph: af.Graph, regions: bool) -> None:
-    """One is made in each outer iteration, and one goes through all of them; a branch appends to it now and then."""
+    """A store is made in each outer iteration, and another goes through all of them; a branch appends to it now and
+    then.
+    """
     x = af.placeholder("float64", (2, 3))
 
     def outer(i: af.Tensor, kept: af.RowStore) -> Any:

@@ -243,7 +243,7 @@ def test_nothing_flows_to_what_only_ops_without_a_derivative_connect() -> None:
 
 
 async def test_a_loop_that_only_integers_connect(run: Run) -> None:
-    """It is not gone through again."""
+    """The gradient does not go through the loop again."""
     a = af.placeholder("float64", (3,))
     place = af.argmax(a)
     y = repeat(3, lambda y: y + af.astype(place, af.float64), af.constant(0.0))

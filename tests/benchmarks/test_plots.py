@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those drawn."""
+    """The figures that were drawn."""
     drawn: list[Any] = []
     write = plots._write
 

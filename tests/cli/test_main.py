@@ -188,7 +188,7 @@ def test_module_in_the_working_directory(program: Path) -> None:
 
 @pytest.mark.parametrize("detail", ["region", "node"])
 def test_program_that_records_itself(program: Path, output: Output, detail: str) -> None:
-    """Its own trace takes the detail of the profile."""
+    """The program's own trace takes the detail of the profile."""
     assert main(["profile", "program.py:records_itself", "-o", "trace.json", "--detail", detail]) == 0
     assert "multiply" in events(program / "trace.json")
     out = output()[0]

@@ -59,7 +59,7 @@ class Recurrent:
         }
 
     def step(self, x: af.Tensor, h: af.Tensor) -> af.Tensor:
-        """One cell."""
+        """Compute the state after a cell."""
         return af.tanh(x @ self.w + h @ self.u)
 
     def loop(self, first: int = 0, last: af.Tensor | int | None = None) -> af.Tensor:

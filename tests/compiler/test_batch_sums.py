@@ -252,7 +252,7 @@ def test_blocks_grow_with_the_rows_of_iterations(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one() -> None:
-    """They were only expected to be the same."""
+    """The operands were only expected to be the same."""
     x, g, other = values(4, M), values(4, N), values(4, N, seed=7)
     pending = PendingSums([np.zeros((M, N), "float32"), np.zeros((M, N), "float32")], 1 << 20)
     pending.add([g, g], [x.T, x.T])
@@ -264,7 +264,7 @@ def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one() -> None:
 
 
 def test_operands_that_do_not_fit_a_block_are_multiplied_as_they_are() -> None:
-    """They broadcast, or fail, as in the loop."""
+    """The operands broadcast, or fail, as in the loop."""
     x, g = values(4, M), values(4, N)
     for total, right, left in (
         (np.zeros((2, M, N), "float32"), np.stack([g, g]), x.T),

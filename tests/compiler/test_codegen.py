@@ -43,7 +43,7 @@ def region_of(graph: af.Graph, fetches: Any) -> Region:
 
 
 def region_code(graph: af.Graph, fetches: Any) -> RegionCode:
-    """Its code."""
+    """Return the code of a region."""
     bind = partial(bind_kernel, xp=np, resolve=StateStore().lookup, check_outputs=False, check_numerics=False)
     return RegionGenerator(region=region_of(graph, fetches), bind=bind).generate("region")
 
@@ -226,7 +226,7 @@ def test_a_predicate_of_several_ops(graph: af.Graph) -> None:
 
 
 def test_a_later_loop_begins_a_budget_of_its_own(graph: af.Graph) -> None:
-    """One found by light iterations would keep heavy ones going for seconds."""
+    """A budget found by light iterations would keep heavy ones going for seconds."""
     n = af.placeholder("int64", (), name="n")
     rows = af.placeholder("float64", (64, 64), name="rows")
     (count,) = af.while_loop(lambda i: i < n, lambda i: i + 1, (0,), name="light")
@@ -789,7 +789,7 @@ async def test_buffers_that_would_be_much_of_a_limit_are_not_kept(graph: af.Grap
 @pytest.mark.parametrize("counts", [[], [5] * 4, [40, 40, 7, 7, 1, 0], [1, 3, 30, 30, 2]], ids=str)
 @pytest.mark.parametrize("stop", [0, 1, 40])
 async def test_buffers_of_as_many_rows_as_the_run_says(graph: af.Graph, counts: list[int], stop: int) -> None:
-    """They are written again where rows are as many as before; other rows are broadcast, or get a buffer."""
+    """Buffers are reused if there are as many rows as before; other rows are broadcast, or get a buffer."""
     fed, x, w = (
         af.placeholder("int64", (None,)),
         af.placeholder("float32", (None, 48)),
@@ -830,7 +830,7 @@ async def test_results_of_one_run_are_not_written_by_the_next(graph: af.Graph) -
 
 
 async def test_random_numbers_do_not_depend_on_regions() -> None:
-    """They count by run, node and tag, and a region knows its tags."""
+    """Draws count by run, node and tag, and a region knows its tags."""
     with af.Graph(seed=3) as graph:
 
         def inner(j: Any, total: Any) -> Any:

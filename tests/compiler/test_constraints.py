@@ -58,7 +58,7 @@ def test_a_missing_device_is_added_to_the_present_ones() -> None:
 
 
 def test_colocated_with_a_variable() -> None:
-    """It is where the nodes that use it are."""
+    """The variable is on the device of the nodes that use it."""
     with af.Graph() as graph:
         variable = af.Variable(np.zeros(4, np.float32))
         with af.device("sim:1"):

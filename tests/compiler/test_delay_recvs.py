@@ -120,7 +120,7 @@ def test_measured_times_count(graph: af.Graph, x: af.Tensor) -> None:
 
 
 def test_all_users_have_to_come_late_enough(graph: af.Graph, x: af.Tensor) -> None:
-    """They come after ``step_9`` and ``step_5``; both after ``step_2`` and late enough."""
+    """The users come after ``step_9`` and ``step_5``; both after ``step_2`` and late enough."""
     value = on("sim:0", x, shape=MEGABYTE, name="value", ms=0.0)
     with af.device("sim:1"):
         early = chain(x, 6)
@@ -148,7 +148,7 @@ def test_what_waits_for_the_news_is_a_user(graph: af.Graph, x: af.Tensor) -> Non
 
 
 def test_a_value_made_late_is_fetched_at_once(graph: af.Graph, x: af.Tensor) -> None:
-    """It would have to wait for hardly longer than it travels."""
+    """The Recv would have to wait for hardly longer than the transfer takes."""
     value = on("sim:0", x, shape=MEGABYTE, name="value", ms=4.5)
     with af.device("sim:1"):
         late = work(chain(x, 6), value, name="late")

@@ -419,7 +419,7 @@ def feeds_for(fed: Sequence[Any], extents: Sequence[tuple[int, ...]]) -> dict[An
 @settings(max_examples=150, deadline=None)
 @given(program=programs(), known=st.booleans(), ones=st.booleans())
 def test_a_fused_line_gives_what_its_ops_give(program: Any, known: bool, ones: bool) -> None:
-    """One by one, which is quick, with shapes known or not: right nodes, right order, right shapes."""
+    """Ops run singly, which is quick, with shapes known or not: right nodes, right order, right shapes."""
     _check_program(program, np, known=known, ones=ones)
 
 

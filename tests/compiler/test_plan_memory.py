@@ -155,7 +155,7 @@ async def test_loops_in_one_another_run_again_together() -> None:
 
 
 async def test_a_user_s_op_is_never_run_again() -> None:
-    """Its neighbours may be, one by one."""
+    """Only neighbours of the op may run again, one by one."""
     usual = await train(with_an_op_of_a_user, memory_limit=1 << 30, loop_batching=False)
     limit = usual.peak * 7 // 10
     less = await train(with_an_op_of_a_user, memory_limit=limit, loop_batching=False)

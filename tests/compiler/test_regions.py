@@ -192,7 +192,7 @@ def test_a_region_is_convex(graph: af.Graph, x: af.Tensor) -> None:
 
 
 def test_a_streamed_value_is_a_barrier(graph: af.Graph, x: af.Tensor) -> None:
-    """Its consumer holds the loop back, so the loop stays primitive; the rest of its body may be a region."""
+    """The consumer holds the loop back, so the loop stays primitive; the rest of its body may be a region."""
     squares: list[af.Tensor] = []
 
     def body(i: af.Tensor) -> af.Tensor:
@@ -391,7 +391,7 @@ async def test_effects_keep_their_order_across_regions(run: Any, graph: af.Graph
 
 
 def test_control_flow_written_by_hand_is_untouched(graph: af.Graph, x: af.Tensor) -> None:
-    """Its nodes belong to frames and may be dead, which a function knows nothing of."""
+    """Nodes of such loops belong to frames and may be dead, which a function knows nothing of."""
     if_false, if_true = af.raw.switch(x * 2 + 1, x > 0)
     merged, _ = af.raw.merge(-(if_false * 3), if_true + 1)
     made = regions_made(graph, [merged])
@@ -555,7 +555,7 @@ def test_constants_cross_nothing(graph: af.Graph, x: af.Tensor) -> None:
 
 
 def test_a_branch_of_one_lane_joins(graph: af.Graph, x: af.Tensor) -> None:
-    """It runs where all in it does, and gets its predicate sent."""
+    """The branch runs where all its nodes do, and gets its predicate sent."""
     picked = af.cond(x > 3, lambda: step(x, "on"), lambda: step(x, "off"), name="pick")
     made = Laned(graph, [step(picked, "end")], by_name({"pick/": SECOND, "end": SECOND}))
     assert made.regions() == [(f"pick {both('end')}", SECOND)]

@@ -126,7 +126,7 @@ async def test_the_loop_keeps_its_own_work(graph: af.Graph, products: Shapes) ->
     ],
 )
 async def test_what_does_not_pay_stays_as_it_is(product: Any, graph: af.Graph, products: Shapes) -> None:
-    """One product an iteration."""
+    """The loop has a single product an iteration."""
     cell = Joined(product, 2 * HIDDEN)
     async with af.Session(graph) as session:
         assert "made ahead" not in session.plan(cell.loop(), list(cell.feeds)).explain()
@@ -149,7 +149,7 @@ async def test_rows_that_cannot_be_joined_are_still_refused(graph: af.Graph) -> 
 
 
 async def test_a_constant_matrix(graph: af.Graph) -> None:
-    """It stands in the body itself."""
+    """The matrix stands in the body itself."""
     w = values(IN + HIDDEN, 16 * HIDDEN)
     cell = Joined(lambda x, h, c, _: (af.concat([x, h], axis=-1) @ w)[:, :HIDDEN], 1)
     assert "made ahead" in await run_both([cell.loop()], {k: v for k, v in cell.feeds.items() if k is not cell.w})

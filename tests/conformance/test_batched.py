@@ -62,7 +62,7 @@ class Held(NamedTuple):
 
 @pytest.fixture
 def held(work: WorkClock, monkeypatch: pytest.MonkeyPatch) -> Held:
-    """Whoever asks for the plan of a call sets the first event, and waits for the second; no pause divides a call."""
+    """The request for the plan of a call sets the first event, and waits for the second; no pause divides a call."""
     found = Held(asyncio.Event(), asyncio.Event())
     plan_of = Bodies.plan_of
 

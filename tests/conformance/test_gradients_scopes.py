@@ -218,7 +218,7 @@ async def test_under_a_control_dependency_scope(run: Run) -> None:
 
 @af.custom_gradient
 def doubled(x: Any, *, slope: float = 100.0) -> Any:
-    """Its value is 2 x; its gradient is said to be `slope`."""
+    """A function whose value is 2 x, and whose gradient is said to be `slope`."""
     return x * 2.0, lambda grad: grad * slope
 
 

@@ -51,7 +51,7 @@ async def test_a_loop_variable_begins_as_a_shape(run: Run) -> None:
 
 
 async def test_a_loop_variable_becomes_a_shape(run: Run) -> None:
-    """It begins as data, is doubled, and takes the shape over; no iteration at all leaves the data."""
+    """The variable begins as data, is doubled, and takes the shape over; no iteration at all leaves the data."""
     matrix, data = af.placeholder("float32", (None, None)), af.placeholder("int64", (2,))
     n = af.placeholder("int64", ())
     _, turned, last = af.while_loop(

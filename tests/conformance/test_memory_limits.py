@@ -279,7 +279,9 @@ def test_inner_loops_up_to_the_outer_counter_are_planned() -> None:
 
 
 def test_loops_on_one_device_name_one_limit() -> None:
-    """It is what all of them hold at least: a loop that saves little does not ask for its share of much more."""
+    """The limit is the least that all of them hold: a loop that saves little does not ask for its share of much
+    more.
+    """
 
     def small(y: Any, w: Any) -> Any:
         return plain(y, w)

@@ -343,7 +343,7 @@ async def test_what_shared_a_batch_is_done_again(open_session: OpenSession, tmp_
 
 
 async def test_a_replay_can_be_stopped(open_session: OpenSession, tmp_path: Path) -> None:
-    """Whoever waits for a replay is cancelled as elsewhere: that is no other way that the run went."""
+    """A task that waits for a replay can be cancelled as elsewhere: this is no other way that the run went."""
     started, is_again = asyncio.Event(), False
 
     @af.op(outputs=af.spec("int64", ()))

@@ -73,7 +73,7 @@ async def test_their_gradients(graph: af.Graph, run: Run, values: list[np.ndarra
 
 
 async def test_jacobians_and_hessians_of_a_recomputed_loop(graph: af.Graph, run: Run) -> None:
-    """One store for all rows of the gradient: the piece is run again once."""
+    """All rows of the gradient share a store: the piece is run again once."""
     x = af.placeholder("float64", (3,))
 
     def piece(x: af.Tensor) -> af.Tensor:

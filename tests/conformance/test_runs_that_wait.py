@@ -144,7 +144,7 @@ async def test_a_cancel_of_a_run_that_is_aside_loses_nothing(
 
 
 async def test_a_deadline_of_a_run_that_comes_back(open_session: OpenSession, graph: af.Graph) -> None:
-    """It is stopped as any other, and its element is the next one's."""
+    """The run is stopped as any other, and its element is the next one's."""
     queue = af.FIFOQueue(10, INT, name="q")
     x = af.placeholder("int64", ())
     gate = CoroutineGate()
@@ -165,7 +165,7 @@ async def test_a_deadline_of_a_run_that_comes_back(open_session: OpenSession, gr
 
 
 async def test_runs_wait_for_a_waiting_atomic_run(open_session: OpenSession, graph: af.Graph) -> None:
-    """They wait for what will be put into the queue as well, and hold up no run that would do so."""
+    """Runs also wait if elements will be put into the queue, and hold up no run that would put them."""
     queue, v = af.FIFOQueue(10, INT, name="q"), af.Variable(0)
     x = af.placeholder("int64", ())
     taken = v.assign_add(queue.dequeue())

@@ -20,7 +20,7 @@ def test_the_first_measurement_replaces_the_estimate() -> None:
 
 
 def test_a_cold_first_measurement_counts_for_nothing() -> None:
-    """It would keep a short kernel off the event loop for dozens of firings."""
+    """The measurement would keep a short kernel off the event loop for dozens of firings."""
     cost = MeasuredCost()
     cost.observe(100, 50_000_000)
     cost.observe(100, 5_000)

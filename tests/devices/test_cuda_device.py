@@ -188,7 +188,7 @@ async def test_many_fetches_in_pieces_do_not_wait_for_one_another_for_ever(
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_failed_copies_leave_their_room_to_waiting_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their errors, with the frames that hold buffers, are kept; another card shares the pinned memory."""
+    """Errors of the copies, with the frames that hold buffers, are kept; another card shares the pinned memory."""
     with FakeCupy(devices=2, seed=seed) as cupy:
         monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
         slab = PinnedSlab(cupy, 2 * 4096)

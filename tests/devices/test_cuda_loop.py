@@ -418,7 +418,7 @@ def test_bindings_come_from_the_test(fake: FakeCupy) -> None:
 if (cpp := shutil.which("c++")) is not None:
 
     def test_the_kernels_that_decide_do_what_the_stand_in_does(tmp_path: Path) -> None:
-        """Their source, compiled for this machine, with the address of a value for a handle."""
+        """The kernels' source is compiled for this machine, with the address of a value for a handle."""
         source, library = tmp_path / "kernels.cpp", tmp_path / "kernels.so"
         source.write_text(f"""
             #define __global__

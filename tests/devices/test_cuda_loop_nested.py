@@ -172,7 +172,7 @@ def triangles(n: int) -> int:
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 12])
 def test_a_loop_inside_that_starts_anew_each_time(card: Card, n: int) -> None:
-    """Its first time makes no iteration, nor does the second."""
+    """The inner loop makes no iteration the first time, nor the second."""
     (i, total), state = card.loop(is_below, sums_below).launched([np.int64(0), np.int64(5)], [np.asarray(n)])
     assert (i, total) == (n, 5 + triangles(n))
     assert state == [n, ENDED, n * (n - 1) // 2]

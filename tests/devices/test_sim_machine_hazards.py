@@ -223,7 +223,7 @@ def test_closed_devices_are_forgotten(machine: SimMachine) -> None:
 
 @pytest.mark.usefixtures("unordered")
 def test_a_closed_device_that_has_not_ended_is_not_forgotten(machine: SimMachine) -> None:
-    """Its work may go on, so that a read of it is a hazard as before."""
+    """The work of the device may go on, so that a read of it is a hazard as before."""
     one, other = SimDevice(machine, 0), SimDevice(machine, 1)
     x = bind(one, np.ones, "slow", flops=1e12, infer=lambda _: None)(8)
     machine.loop.run_until_complete(idle(other))
@@ -289,7 +289,7 @@ def test_memory_that_a_copy_fills_is_kept_until_its_pool_waits_for_the_copy(
 
 
 def test_another_stream_that_waits_does_not_give_the_memory_back(machine: SimMachine) -> None:
-    """It is the first stream's, which may use it again as soon as it is free."""
+    """The memory belongs to the first stream, which may use it again as soon as it is free."""
     one, other = SimDevice(machine, 0), SimDevice(machine, 1, compute_streams=2)
     x = received(other, array(one, size=10_000), one)
     y = bind(other, np.negative, stream=1)(x)

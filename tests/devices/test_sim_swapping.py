@@ -86,7 +86,8 @@ def train(
     least_bytes: int | None = None,
     **options: Any,
 ) -> Outcome:
-    """One step on a device of its own; afterwards nothing is held anywhere, and no hazard was met.
+    """Run a training step on a device of its own; afterwards nothing is held anywhere, and no hazard was met. Nothing
+    is planned ahead: values move because memory is short, or because the step asks for it.
 
     Nothing is planned ahead: what moves does so because memory is short, or because it was asked to.
     """

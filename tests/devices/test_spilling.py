@@ -142,7 +142,7 @@ async def test_nothing_moves_while_memory_is_not_short(tmp_path: Path) -> None:
 
 
 async def test_nothing_moves_for_feeds(tmp_path: Path) -> None:
-    """It counts from the iteration on that saves it first, which seemed to take all of it, as did each later one."""
+    """A feed counts from the iteration that saves it first, which seemed to take all of it, as did each later one."""
     with af.Graph() as graph:
         xs, h = af.placeholder("float64", (None, SIDE, SIDE)), af.placeholder("float64", (SIDE, SIDE))
         _, y = af.while_loop(lambda i, _: i < af.shape(xs)[0], lambda i, v: (i + 1, af.tanh(xs[i] * v)), (0, h))
@@ -247,7 +247,7 @@ async def test_a_gradient_loop_gives_back_read_values(regions: bool) -> None:
 
 @pytest.mark.parametrize("regions", [True, False])
 async def test_gradients_of_an_array_are_given_back_as_they_are_read(regions: bool) -> None:
-    """One loop writes the array, another reads it: of their gradients the first takes what the second has found."""
+    """One loop writes the array, another reads it: the first frees the gradients that the second has found."""
     count, held = 8, list[tuple[int, int]]()
     with af.Graph() as graph:
         x = af.placeholder("float64", (SIDE, SIDE))

@@ -368,7 +368,7 @@ class Measured:
 
 
 def test_no_iteration_takes_fed_bytes() -> None:
-    """It counts from the one on that saves it first, which took no more than others."""
+    """A feed counts from the iteration that saves it first, which took no more than others."""
     account = Measured()
     gate, working_set = MemoryGate(account), WorkingSet(account)
     gate.asks(1, (working_set,))
@@ -422,7 +422,7 @@ def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
 
 
 def test_a_measurement_beside_another_run_stands_until_a_run_is_alone() -> None:
-    """It is too much, and a run that is done again alone would have too little room for it."""
+    """The measurement is too high, and a run that is retried alone would have too little room for it."""
     account = Measured()
     gate, working_set = MemoryGate(account), WorkingSet(account)
     for others in (1, 0, 1, 0):
@@ -511,7 +511,7 @@ def test_an_iteration_begins_once_unneeded_copies_out_have_ended(fails: bool) ->
 
 
 def test_an_iteration_that_is_too_large_begins_once_nothing_can_go_any_more() -> None:
-    """It then fails by itself, with its numbers."""
+    """The iteration then fails by itself, with its numbers."""
     machine = Machine(limit=4 * MIB)
     loop = machine.working_set(9 * MIB)
     machine.save("0")
@@ -546,7 +546,7 @@ def test_a_younger_run_waits_for_the_older_and_all_its_values_go() -> None:
 
 @pytest.mark.parametrize("aged", [(), (1,), (2,)])
 def test_runs_that_do_more_than_compute_wait_for_no_run_and_no_run_for_them(aged: tuple[int, ...]) -> None:
-    """One may wait for what the other does."""
+    """Each of the runs may wait for work of the other."""
     machine = Machine(limit=10 * MIB, others=9 * MIB)
     for run in aged:
         machine.gate.enters(run)

@@ -76,7 +76,7 @@ def test_a_vector_from_the_cpu_in_a_loop_that_the_card_runs(graph: af.Graph) -> 
 
 
 def test_what_a_function_of_the_user_hands_on(graph: af.Graph) -> None:
-    """It gives the very array it was given, which the host has and the compiler does not know of."""
+    """The function returns the very array that it was given, which the host has and the compiler does not know of."""
 
     @af.op(outputs=lambda spec: spec)
     def itself(value: Any) -> Any:

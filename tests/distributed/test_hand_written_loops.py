@@ -311,7 +311,7 @@ def test_a_random_program_by_hand(number: int, kind: Any) -> None:
 
 
 def test_an_invariant_enters_once_on_each_device_that_uses_it() -> None:
-    """It is sent before the loop, not in each iteration, and the loop begins where nothing else of it is."""
+    """The invariant is sent before the loop, not in each iteration, and the loop begins where nothing else of it is."""
     cluster = Cluster(3)
     with af.Graph() as graph:
         fetches, _ = invariant(cluster.device, 32)

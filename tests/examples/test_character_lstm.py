@@ -122,7 +122,7 @@ def test_cost_of_letter_pairs() -> None:
     ids=lambda value: value[0] + value[1][-7:] if isinstance(value, list) else "",
 )
 def test_options_that_make_no_sense(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are refused before anything is trained, with the usage and status 2."""
+    """The options are refused before anything is trained, with the usage and status 2."""
     with pytest.raises(SystemExit) as caught:
         character_lstm.main(options)
     assert caught.value.code == 2

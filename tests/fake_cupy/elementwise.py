@@ -45,7 +45,7 @@ _loaded: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One of a kernel's parameters; its `dtype` is None where `ctype` is a letter that stands for any type."""
+    """A parameter of a kernel; its `dtype` is None where `ctype` is a letter that stands for any type."""
 
     name: str
     dtype: np.dtype[Any] | None

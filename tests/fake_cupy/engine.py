@@ -237,7 +237,7 @@ class Engine:
         return None if innermost is None or innermost.invalid else innermost
 
     def pick(self, ready: Sequence[T]) -> T:
-        """One of them, at random; on the GPU thread."""
+        """Pick a queue at random; on the GPU thread."""
         return self._random.choice(ready)
 
     # Blocking the host

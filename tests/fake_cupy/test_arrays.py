@@ -158,7 +158,7 @@ def test_indices_wrap_and_scatters_add(cupy: FakeCupy) -> None:
 
 
 def test_division_with_remainder_is_that_of_cupy(cupy: FakeCupy) -> None:
-    """It rounds the quotient; NumPy gives 4 and 0.2."""
+    """CuPy rounds the quotient; NumPy gives 4 and 0.2."""
     x = cupy.full((1,), 1.0)
     assert (x // 0.2).get().tolist() == [5.0]
     assert (x % 0.2).get().tolist() == [0.0]

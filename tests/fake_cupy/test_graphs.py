@@ -82,7 +82,7 @@ def test_memory_freed_in_a_capture_is_spoilt_by_each_launch(cupy: FakeCupy, stre
 
 
 def test_memory_of_a_graph_given_to_another_user_is_overwritten(cupy: FakeCupy, stream: Any) -> None:
-    """This is why a graph needs a pool of its own."""
+    """The reason why a graph needs a pool of its own."""
     with stream:
         x = cupy.ones(4)
         stream.begin_capture()
@@ -161,7 +161,7 @@ def test_a_capture_is_ended_by_the_thread_that_began_it(cupy: FakeCupy, stream: 
 
 
 def test_work_that_was_not_ordered_after_a_loop_may_come_before_it() -> None:
-    """This is why the capture's dependencies have to be updated."""
+    """The reason why the capture's dependencies have to be updated."""
     results = {_looped(seed, update=False) for seed in range(12)}
     assert results == {0, 5}
     assert {_looped(seed, update=True) for seed in range(12)} == {5}

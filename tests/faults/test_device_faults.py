@@ -175,7 +175,7 @@ async def life(kind: str, *faults: Fault) -> None:
 
 
 def live(kind: str, *faults: Fault) -> None:
-    """One life on an event loop of its own; a hang is a failure."""
+    """Run a life on an event loop of its own; a hang is a failure."""
     with ExitStack() as places:
         place = places.enter_context(KINDS[kind][1]())
         loop = place.loop if kind == "sim" else asyncio.new_event_loop()

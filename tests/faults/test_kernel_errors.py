@@ -140,7 +140,7 @@ async def test_exceptions_meant_for_the_interpreter(
 
 
 class _NoException(BaseException):
-    """One of a library that does not want it to be caught."""
+    """An error of a library that does not want it to be caught."""
 
 
 ODD_ERRORS = (

@@ -95,7 +95,7 @@ class Service:
 
 
 async def request(session: af.Session, service: Service, number: int, dice: Random) -> str:
-    """One request; how it ended."""
+    """Send a request; return how it ended."""
     fault = dice.choice(["kernel", "cancel", "deadline", "feed", "consumer"]) if dice.random() < FAULTS else ""
     feeds = service.feeds(number, dice.randrange(3) if fault == "kernel" else 9)
     options: dict[str, Any] = {"priority": number % 3, "timeout": 0.5 if fault == "deadline" else 30.0}

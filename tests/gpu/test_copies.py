@@ -229,7 +229,7 @@ async def test_t07_copies_run_beside_kernels(card: Card, figures: Figures) -> No
 @pytest.mark.parametrize("count", [2, 4])
 @on_loop
 async def test_t08_values_between_logical_devices_of_one_card(card: Card, count: int) -> None:
-    """Their streams are ordered by events alone, and every value arrives."""
+    """Only events order the streams, and every value arrives."""
     random_ = random.Random(count)
     transfers = card.choose(500, 60)
     async with card.devices(count, memory_limit=32 << 20) as devices:

@@ -35,7 +35,7 @@ async def _settled(heartbeat: Heartbeat, progress: list[int]) -> None:
 @pytest.mark.slow
 @on_loop
 async def test_t09_a_session_stops_launching_while_the_card_is_behind(card: Card, figures: Figures) -> None:
-    """Its loop goes on, and the driver's queue is never full."""
+    """The event loop goes on, and the driver's queue is never full."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,))
         count = af.placeholder("int32", ())

@@ -52,7 +52,7 @@ async def test_t16_spans_are_in_order_and_in_the_hosts_time(card: Card, figures:
 @pytest.mark.slow
 @on_loop
 async def test_t16_the_timeline_of_a_run(card: Card, figures: Figures, out: Path | None, tmp_path: Path) -> None:
-    """It opens, and no two things are on one stream of the card at once."""
+    """The timeline opens, and no two records are on one stream of the card at once."""
     size, steps = card.choose(1024, 16), card.choose(40, 6)
     names = ["cuda:0", "cuda:1"]
     with af.Graph() as graph:

@@ -91,7 +91,7 @@ def test_all_orders_are_equally_likely() -> None:
 
 @pytest.mark.parametrize("times", [3, None])
 def test_a_pass_that_gives_nothing_is_the_last(times: int | None) -> None:
-    """Its source gives two elements, which make no batch: another pass would give nothing either."""
+    """The source gives two elements, which make no batch: another pass would give nothing either."""
     passes = Passes([batch(3, drop=True), Repetition(times), Shuffle(2, 0)])
     assert [*passes.feed(numbers(2))] == []
     assert passes.end_of_pass() == ([], False)

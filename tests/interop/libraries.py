@@ -35,7 +35,7 @@ class Library:
 
 
 class Tensor:
-    """Its dtype is no NumPy's."""
+    """A tensor whose dtype is no NumPy's."""
 
     requires_grad = False
 

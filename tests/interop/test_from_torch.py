@@ -74,7 +74,7 @@ async def test_values_in_other_layouts(run: Run, graph: af.Graph, value: np.ndar
 
 
 async def test_one_row_flipped_has_a_negative_stride_too(run: Run, graph: af.Graph) -> None:
-    """It is in C order all the same."""
+    """The row is in C order all the same."""
     x = af.placeholder("float32", (1, 4))
     value = numbers(1, 4)
     np.testing.assert_array_equal(await run(af.from_torch(torch.neg)(af.flip(x * 2, axis=0)), {x: value}), -2 * value)

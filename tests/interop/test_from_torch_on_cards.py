@@ -68,7 +68,7 @@ async def test_a_flipped_array_comes_with_strides_that_torch_has(torch: TorchOnC
 
 
 async def test_one_row_flipped_has_a_negative_stride_too(torch: TorchOnCards, graph: af.Graph) -> None:
-    """It is in C order all the same."""
+    """The row is in C order all the same."""
     x = af.placeholder("float32", (1, 3))
     flipped = af.flip(x, axis=0)
     double = af.from_torch(lambda x: x + x, outputs=af.spec("float32", (1, 3)))(flipped)

@@ -44,7 +44,7 @@ async def test_a_predicate_draws_for_its_own_iteration() -> None:
 
 
 async def test_a_pool_in_a_loop_counts_both() -> None:
-    """Its key has the iteration of the loop around; the number of loops is not known where a body is built."""
+    """The pool's key has the iteration of the loop around; the number of loops is not known where a body is built."""
 
     def outer(pool: af.Pool | None, n: af.Tensor) -> af.Tensor:
         def again(k: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:

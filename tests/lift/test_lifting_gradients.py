@@ -50,7 +50,7 @@ def branch_in_loop(x: Any, w: Any) -> Any:
 
 
 def piece_in_loop(x: Any, w: Any) -> Any:
-    """Its gradient holds a barrier."""
+    """A piece in a loop, whose gradient holds a barrier."""
     return _times(x, lambda i, y: af.recompute(lambda z: af.tanh(z @ w) * z + x)(y))
 
 

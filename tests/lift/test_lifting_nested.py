@@ -125,7 +125,7 @@ async def test_derivatives_of_three_axes() -> None:
 
 
 def test_the_gradient_of_rows_that_rows_part_is_refused() -> None:
-    """It looks at the numbers of the rows that each branch has taken."""
+    """The gradient looks at the numbers of the rows that each branch has taken."""
     inner = lambda rows: af.sum(af.vmap(lambda x: af.cond(x > 0.0, lambda: x * x, lambda: x))(rows))  # noqa: E731
     with af.Graph(), pytest.raises(af.GraphError, match="rows of each row are parted, as many as the run says"):
         af.vmap(lambda rows: af.gradients(inner(rows), [rows])[0])(af.constant(W))

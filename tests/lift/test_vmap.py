@@ -209,7 +209,9 @@ async def test_rows_of_branches_are_not_broadcast() -> None:
 
 
 async def test_an_array_without_rows_is_made_once() -> None:
-    """It has rows only where rows are written to it, in loops and branches too; else each row reads an element."""
+    """The array has rows only where rows are written to it, in loops and branches too; else each row reads an
+    element.
+    """
 
     def elements(x: Any) -> Any:
         return af.TensorArray("float64", size=3, clear_after_read=False).unstack(x)

@@ -132,7 +132,7 @@ async def test_masked_mean(run: Run) -> None:
 
 
 async def test_masked_mean_of_a_mask_that_broadcasts(run: Run) -> None:
-    """It counts elements, not items of the mask."""
+    """The mean counts elements, not items of the mask."""
     x = af.placeholder("float64", (None, None))
     mean = af.nn.masked_mean(x, np.array([[True], [False]]))
     assert await run(mean, {x: np.array([[1.0, 2.0, 6.0], [100.0, 100.0, 100.0]])}) == 3

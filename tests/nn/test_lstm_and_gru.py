@@ -144,7 +144,7 @@ def test_a_gru_has_a_tensor_as_state() -> None:
 
 @pytest.mark.parametrize("state", [H[0], H[:1], H[:, :1], H[None]], ids=["row", "batch", "hidden", "rank"])
 def test_states_do_not_broadcast(state: np.ndarray) -> None:
-    """One row for each of the input, and as wide as the other part."""
+    """A state has a row for each row of the input, and is as wide as the other part."""
     message = r"x is \[batch,n_in\] and its state \[batch,hidden\], or both are without batch; got x \[4,3\], h "
     for pair in ((H, state), (state, H), (state, state)):
         if pair[0].shape != pair[1].shape or state.shape[-1] != 1:

@@ -191,7 +191,7 @@ class _Module:
 
 
 class _Functions:
-    """One of CuPy's modules of functions, which all take arrays."""
+    """A module of CuPy's functions, which all take arrays."""
 
     def __init__(self, module: _Module, name: str) -> None:
         self._module, self._name = module, name

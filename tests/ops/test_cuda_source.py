@@ -36,7 +36,7 @@ LIBRARY_FUNCTIONS = frozenset(
         *("sigmoid", "silu", "softplus", "gelu", "erf"),
     }
 )
-"""Their last digits are the library's."""
+"""Functions whose last digits are the library's."""
 MIXED = [
     ("equal", "lL"),
     ("less", "lL"),
@@ -88,7 +88,7 @@ def grid(dtypes: Sequence[DType]) -> list[np.ndarray]:
 
 
 def chain_of(op: Op, dtypes: Sequence[DType], attrs: dict[str, Any]) -> Chain | None:
-    """One op alone; None if it does not take these dtypes."""
+    """Return a chain of the op alone; None if it does not take these dtypes."""
     inputs = tuple(Spec(dtype, (None,)) for dtype in dtypes)
     try:
         spec = op.infer(*inputs, **attrs)
@@ -170,7 +170,7 @@ def check(op: Op, got: np.ndarray, want: np.ndarray, values: Sequence[np.ndarray
 
 
 def chains_with_source() -> list[tuple[Chain, list[np.ndarray]]]:
-    """One op each, and inputs for it."""
+    """Yield chains of a single op, and inputs for each."""
     found = []
     for op, dtypes, attrs in cases():
         chain = chain_of(op, dtypes, attrs)

@@ -30,7 +30,7 @@ ONES = np.ones(3, np.float32)
 
 
 def call(tensor: af.Tensor | af.Node, *inputs: Any) -> Any:
-    """One firing of the node's kernel."""
+    """Call the node's kernel for a firing."""
     node = tensor.node if isinstance(tensor, af.Tensor) else tensor
     assert node.op.kernel is not None
     return node.op.kernel(np, **node.attrs)(*inputs)

@@ -38,7 +38,9 @@ def test_unknown_extents_that_look_alike_may_differ() -> None:
 
 @pytest.mark.parametrize("known", [None, (None, None), (None, 3), (4, 3)])
 def test_the_gradient_has_the_known_extents_of_its_value(known: tuple[int | None, ...] | None) -> None:
-    """Its shape is known even if the shape of the incoming gradient is not; so is the gradient's gradient."""
+    """The gradient's shape is known even if the shape of the incoming gradient is not; so is the gradient's
+    gradient.
+    """
     with Graph():
         x, grad = placeholder("float64", known), placeholder("float64", None)
         reached = sum_to_like(grad, x)

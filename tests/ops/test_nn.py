@@ -62,7 +62,7 @@ def test_activations(evaluate: Evaluate, name: str, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", [*ACTIVATIONS, "gelu"])
 def test_activations_at_the_edges(evaluate: Evaluate, name: str, dtype: Any) -> None:
-    """Their limits at infinities and at the largest numbers, nothing lost at the smallest."""
+    """The limits at infinities and at the largest numbers are right, and nothing is lost at the smallest."""
     info = ml_dtypes.finfo(dtype)
     x = np.array([-np.inf, info.min, info.tiny, info.max, np.inf]).astype(dtype)
     near_zero = {"sigmoid": 0.5, "softplus": math.log(2), "relu": float(x[2])}.get(name, float(x[2]) / 2)

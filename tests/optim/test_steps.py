@@ -25,7 +25,7 @@ RATE = 0.1
 
 
 def grads(dtype: str = "float64") -> np.ndarray:
-    """One gradient for each step; one element never has any."""
+    """Return a gradient for each step; an element never has any."""
     found = np.random.default_rng(3).standard_normal((STEPS, *START.shape))
     found[:, 1, 1] = 0
     return found.astype(dtype)
@@ -83,7 +83,7 @@ async def test_several_steps(run: Run, step: Callable[..., af.Node], reference: 
 
 @pytest.mark.parametrize("step", [af.optim.sgd, af.optim.momentum, af.optim.adam])
 async def test_a_learning_rate_that_is_a_tensor(run: Run, step: Callable[..., af.Node]) -> None:
-    """It may be of any dtype, and differ from run to run: with 0 nothing moves."""
+    """The rate may be of any dtype, and differ from run to run: with 0 nothing moves."""
     w = af.Variable(START, name="w")
     rate = af.placeholder("float32", ())
     train = step([(af.constant(grads()[0]), w)], rate)
@@ -187,7 +187,7 @@ def test_betas_out_of_range(betas: dict[str, float]) -> None:
 
 
 def test_betas_are_no_tensors() -> None:
-    """They are used while the graph is built."""
+    """Betas are used while the graph is built."""
     with pytest.raises(af.GraphError, match=r"beta1 is a number, .*got <Tensor"):
         af.optim.adam([(af.constant(1.0), af.Variable(0.0))], beta1=af.constant(0.9))  # type: ignore[arg-type]
 
@@ -214,7 +214,7 @@ def test_learning_rates_are_scalars(step: Callable[..., af.Node], rate: Any) -> 
 
 @pytest.mark.parametrize("rate", [1, np.float32(1), np.array(1.0), np.int64(1)], ids=repr)
 async def test_learning_rates_of_any_dtype(run: Run, rate: Any) -> None:
-    """They are converted to that of the variable."""
+    """Rates are converted to the dtype of the variable."""
     w = af.Variable(np.ones(2, np.float32))
     await run(af.optim.sgd([(af.ones(2, dtype="float32"), w)], rate))
     assert (await run(w.read())).tolist() == [0, 0]

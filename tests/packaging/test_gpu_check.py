@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _check(part: str, folder: Path, *arguments: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
-    """Its exit status, and its lines; on a machine with a card it does not see it."""
+    """Return the exit status of the check, and its lines; on a machine with a card it does not see the card."""
     command = [sys.executable, "-m", "tests.gpu.check", part, "--out", str(folder), *arguments]
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
     done = subprocess.run(

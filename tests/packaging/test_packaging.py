@@ -83,7 +83,7 @@ def metadata(wheel: Path, names: set[str]) -> email.message.Message:
 
 
 def test_type_checkers_find_an_editable_install(checkout: Path, tmp_path: Path) -> None:
-    """They read paths in ``.pth`` files, and run no import hooks."""
+    """Type checkers read paths in ``.pth`` files, and run no import hooks."""
     run(["-c", f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"], cwd=checkout)
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
@@ -161,7 +161,7 @@ def test_import_from_the_wheel_is_silent_and_loads_nothing_optional(wheel: Path,
 
 
 def test_the_other_project_beside_this_one_is_told_of(wheel: Path, tmp_path: Path) -> None:
-    """It is a module, which Python looks for behind packages, so that this one is imported."""
+    """The other project is a module, which Python looks for behind packages, so that this one is imported."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     (tmp_path / "asyncflow.py").write_text("raise AssertionError('the other project')", encoding="utf-8")

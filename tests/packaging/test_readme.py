@@ -72,7 +72,9 @@ def test_programs_pass_pyright_strictly(programs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
-    """One after another in one process: most of the time would be that of the imports. Cards are the stand-in's."""
+    """Programs run one after another in one process: most of the time would be that of the imports. Cards are the
+    stand-in's.
+    """
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER, encoding="utf-8")
     on_cpus, on_cards = list[Path](), list[Path]()

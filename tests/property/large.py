@@ -199,7 +199,7 @@ class _Writer:
             scope.arrays[place] = kind, array.write(array.size(), self.value_of(kind, random, scope))
 
     def branch(self, random: Random, scope: Scope, depth: int) -> None:
-        """One of two branches, or of three."""
+        """Return a branch of two, or of three."""
         kinds = [self.a_kind(random) for _ in range(random.randint(1, 2))]
         seeds = [random.randrange(1 << 30) for _ in range(random.choice((2, 2, 3)))]
 
@@ -276,7 +276,7 @@ class _Writer:
         return Kind(random.choice(self.dtypes), random.choice(self.forms))
 
     def value_of(self, kind: Kind, random: Random, scope: Scope) -> Any:
-        """One of this kind, seen or computed."""
+        """Return a value of a kind, seen or computed."""
         value = self.expression(random, scope)[1] if random.randrange(3) else self.seen(random, scope)
         return self.as_kind(kind, value)
 

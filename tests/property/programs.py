@@ -169,7 +169,7 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """One value an iteration, written to an array in the iterations where `when` holds (None: in all)."""
+    """A value an iteration, written to an array in the iterations where `when` holds (None: in all)."""
 
     name: str
     type: Type

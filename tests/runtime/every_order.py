@@ -71,7 +71,8 @@ class _ChosenOrder(deque[Any]):
 
 
 class _Run:
-    """One run along given choices; where they end it raises `_Undecided`.
+    """A run along given choices; where they end it raises `_Undecided`. Of several partitions any may go on, after each
+    of its firings; Send and Recv meet as the executors' do.
 
     Of several partitions any may go on, after each of its firings; Send and Recv meet as the executors' do.
     """

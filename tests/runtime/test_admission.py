@@ -335,7 +335,7 @@ async def test_a_run_that_fails_makes_room(program: Program) -> None:
 
 
 async def test_a_run_inside_a_run_does_not_wait_for_it() -> None:
-    """It is part of that one, which would wait for itself."""
+    """The inner run is part of the outer one, which would wait for itself."""
     inner = Program()
     inner.gate.opened.set()
     async with af.Session(max_runs=1, max_queued=0) as session:
@@ -491,7 +491,7 @@ async def test_feeds_of_waiting_runs_are_limited(program: Program) -> None:
 
 
 async def test_what_runs_leave_behind_is_not_reserved_for_ever(graph: af.Graph) -> None:
-    """It counts for the run that made it, and by and by for none."""
+    """The memory counts for the run that made it, and by and by for none."""
     x = af.placeholder("float32", ())
     account = MemoryAccount("cpu:0")
     options = SessionOptions(max_runs=2, memory_limit=1_000_000)

@@ -239,7 +239,7 @@ def test_a_crowd_is_bounded_once_most_of_it_is_late() -> None:
 
 
 def test_runs_of_which_none_ends_in_time_are_not_bounded() -> None:
-    """They wait for something rare, such as a message that mostly does not come: clients poll so."""
+    """The runs wait for a rare event, such as a message that mostly does not come: clients poll so."""
     crowd = Crowd(count=80)
     crowd.end()
     for _ in range(100):

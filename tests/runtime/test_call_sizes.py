@@ -131,7 +131,7 @@ def test_requests_of_any_timeouts_and_calls_of_any_costs(seed: int) -> None:
 
 
 def test_important_requests_are_in_time_though_calls_are_small_for_them() -> None:
-    """One in ten: it is not sacrificed for nine others, whose calls would be longer than it has time."""
+    """An important request is not sacrificed for nine others, whose calls would be longer than its time."""
 
     def cost_ns(size: int) -> float:
         return 20.0 + 4 * size

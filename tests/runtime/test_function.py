@@ -167,7 +167,7 @@ async def test_arrays_and_numbers_are_tensors(value: Any) -> None:
     ],
 )
 async def test_any_other_hashable_argument_is_static(first: Any, second: Any) -> None:
-    """It arrives as it is, and each value has a graph of its own."""
+    """The argument arrives as it is, and each value has a graph of its own."""
     seen: list[Any] = []
 
     @af.function

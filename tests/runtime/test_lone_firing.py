@@ -251,7 +251,7 @@ async def test_an_interrupt_while_a_result_is_taken_ends_the_run(monkeypatch: py
 async def test_what_draws_takes_no_scheduler_either(
     build: Callable[[af.Tensor], af.Tensor], lone: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its key is made of the run, so it draws the same numbers as beside other nodes."""
+    """The key of the draw is made of the run, so it draws the same numbers as beside other nodes."""
     monkeypatch.setitem(globals(), "positive", lambda x: x + af.random.normal((SIZE,), seed=3))
     with af.Graph(seed=1) as graph:
         x = af.placeholder("float64", (SIZE,))

@@ -117,7 +117,7 @@ async def test_what_does_not_fit_alone_fails(graph: af.Graph) -> None:
 
 @pytest.mark.usefixtures("work")
 async def test_a_run_with_visible_repetition_fails_as_ever(graph: af.Graph) -> None:
-    """It is not done again."""
+    """The run is not retried."""
     x = af.placeholder("float32", (None,))
     calls = []
 
@@ -237,7 +237,7 @@ async def test_what_callers_keep_of_results_takes_no_room(graph: af.Graph, regio
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("is_map", [False, True])
 async def test_computation_for_a_gone_run_is_waited_for(graph: af.Graph, is_map: bool) -> None:
-    """It holds memory until its thread is done: the next run, alone but for that, failed for good."""
+    """The computation holds memory until its thread is done: the next run, alone but for that, failed for good."""
     gate = ThreadGate()
 
     @af.op(outputs=lambda v, w: v, pure=True, rows=True, cost=SLOW)

@@ -85,7 +85,7 @@ async def test_a_large_graph_compiles_beside_the_event_loop() -> None:
 
 @pytest.mark.parametrize(("n_constants", "is_beside"), [(1 << 10, False), (1 << 18, True)])
 async def test_so_does_a_small_one_with_large_constants(n_constants: int, is_beside: bool) -> None:
-    """They are folded, and copied to devices."""
+    """Constants are folded, and copied to devices."""
     assert (await compiled_on(PlanCache(256), 3, n_constants) != threading.get_ident()) is is_beside
 
 

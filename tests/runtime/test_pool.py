@@ -211,7 +211,9 @@ def test_every_order_of_what_may_happen_to_four() -> None:
 
 
 def test_the_only_one_is_no_row() -> None:
-    """Its steps count all the same, and it is a row again, with its values, as soon as another activation is there."""
+    """The steps of the only activation count, and it is a row again, with its values, as soon as another activation is
+    there.
+    """
     pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS, is_watched=True)
     first, second = (Counting(name, 0, 9, np.array(1)) for name in range(2))
     pool.join(first)

@@ -113,7 +113,7 @@ async def test_a_streamed_array_belongs_to_the_consumer(session: af.Session, gra
 
 
 async def test_a_constant_inside_the_body(session: af.Session, graph: af.Graph) -> None:
-    """It does not change, and still there is one item an iteration."""
+    """The constant does not change, and still there is an item for each iteration."""
     seen = []
 
     def body(i: Any) -> Any:
@@ -303,7 +303,9 @@ async def test_a_stream_never_started_holds_nothing(session: af.Session, graph: 
 
 @pytest.mark.parametrize("window", [1, 2, 32])
 async def test_an_error_mid_stream(session: af.Session, graph: af.Graph, window: int) -> None:
-    """It comes after items in order: all before it with one iteration at a time, else those taken until then."""
+    """The error comes after items in order: all before it with one iteration at a time, else the items taken until
+    then.
+    """
 
     @af.op(outputs=af.spec("int64", ()))
     def fails_at_four(i: Any) -> Any:

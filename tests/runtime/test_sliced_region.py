@@ -313,7 +313,7 @@ async def test_a_long_kernel_behind_short_ones_is_noticed(
 async def test_a_heavy_region_that_is_always_stopped_is_known(
     work: WorkClock, session: af.Session, graph: af.Graph
 ) -> None:
-    """It holds up the event loop once, not in every run."""
+    """The region holds up the event loop once, not in every run."""
     probe = Probe(work, busy_ns=HEAVY_NS)
     fetch = counting(probe, ENDLESS)
     for _ in range(2):

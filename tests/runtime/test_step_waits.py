@@ -155,7 +155,7 @@ def test_pools_of_one_priority_make_steps_by_turns() -> None:
 
 @pytest.mark.parametrize("priority", [0, 9])
 def test_a_batch_with_a_delay_beside_a_pool(priority: int) -> None:
-    """It waits for its delay, and then for a few steps of the pool, whichever of them is more important."""
+    """The batch waits for its delay, and then for a few steps of the pool, whichever of them is more important."""
     program, steps = Program(1, max_delay_s=0.05), Steps()
 
     async def main() -> None:

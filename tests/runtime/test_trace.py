@@ -148,7 +148,7 @@ def waiting_between(x: af.Tensor) -> af.Tensor:
 
 
 def test_a_coroutine_on_virtual_time() -> None:
-    """Its times are virtual too, and the copies of its values are its own."""
+    """The times of the coroutine are virtual too, and the copies of its values are its own."""
     trace = simulated(waiting_between)
     (span,) = trace.runs
     assert all(span.started_ns <= firing.started_ns <= firing.ended_ns <= span.ended_ns for firing in trace.firings)
@@ -158,7 +158,7 @@ def test_a_coroutine_on_virtual_time() -> None:
 
 
 def test_what_other_runs_do_on_the_device_is_not_in_a_trace() -> None:
-    """They launch while the traced one waits."""
+    """Other runs launch while the traced run waits."""
 
     def alone(x: af.Tensor) -> af.Tensor:
         return af.sin(af.sin(x))

@@ -25,7 +25,9 @@ async def test_of_a_function_that_builds(run: Run, graph: af.Graph) -> None:
 
 
 async def test_of_a_function_that_is_awaited() -> None:
-    """It is a function of the same kind; called again with the same kind of arguments, it is not traced again."""
+    """The result is a function of the same kind; called again with the same kind of arguments, it is not traced
+    again.
+    """
     calls: list[None] = []
 
     @af.value_and_grad
@@ -43,7 +45,7 @@ async def test_of_a_function_that_is_awaited() -> None:
 
 
 async def test_the_original_stays() -> None:
-    """It still gives its value alone."""
+    """The original function still gives its value alone."""
     square = af.function(lambda x: x * x)
     assert await af.value_and_grad(square)(3.0) == (9.0, 6.0)
     assert await square(3.0) == 9.0
@@ -94,7 +96,7 @@ async def test_variables(run: Run, graph: af.Graph) -> None:
 
 
 async def test_variables_of_an_awaited_function() -> None:
-    """Their values are the session's."""
+    """The values of the variables are the session's."""
     v = af.Variable(2.0)
     step = af.value_and_grad(af.function(lambda v, x: v * v * x))
     assign = af.function(v.assign)
@@ -148,7 +150,7 @@ def test_argnums_that_may_be_something_else() -> None:
 
 
 def test_a_method_that_is_decorated_in_its_class(graph: af.Graph) -> None:
-    """Its argument 0 is self, which has no gradient."""
+    """The method's argument 0 is self, which has no gradient."""
 
     class Model:
         @af.value_and_grad
@@ -160,7 +162,7 @@ def test_a_method_that_is_decorated_in_its_class(graph: af.Graph) -> None:
 
 
 async def test_a_list_is_no_array(graph: af.Graph) -> None:
-    """It is passed on as the nest it is; the error of the function says what to pass."""
+    """The list is passed on as the nest it is; the error of the function says what to pass."""
     either: Any
     for either in (lambda x: x**2, af.function(lambda x: x**2)):
         with pytest.raises(TypeError) as caught:

@@ -200,7 +200,7 @@ async def test_the_memory_of_an_old_version_is_given_back_after_its_last_run() -
 
 
 async def test_swaps_beside_restore_and_save(tmp_path: Path) -> None:
-    """Whoever has looked at a variable before a flip finds the one of after it."""
+    """Code that has looked at a variable before a flip finds the variable of after it."""
     program = Gated()
     async with af.Session(program.graph) as session:
         await session.run(program.fill, {program.value: 3})

@@ -159,7 +159,7 @@ async def test_a_message_says_with_how_many() -> None:
 
 
 async def test_a_session_that_closes() -> None:
-    """Its pool ends with it, whoever is there."""
+    """The pool ends with the session, whichever runs are there."""
     trees = Trees()
     async with af.Session(trees.graph, debug=True) as session:
         asked = [asyncio.ensure_future(session.run(trees.roots, trees.feeds(20_000))) for _ in range(3)]

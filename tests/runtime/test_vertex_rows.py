@@ -81,7 +81,7 @@ def check(found: tuple[Member, list[Any]]) -> Member:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("arity", [2, None])
 def test_each_run_has_its_own_rows(seed: int, arity: int | None) -> None:
-    """They come together and go at any set, some unfinished; steps are for all groups, or for each run by itself."""
+    """Runs come together and go at any set, some unfinished; steps are for all groups, or for each run by itself."""
     random = Random(seed)
     rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=True)
     ended: list[Member] = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """One connection: ``receive`` and ``send`` of an application, with a body sent already."""
+    """A connection: ``receive`` and ``send`` of an application, with a body sent already."""
 
     def __init__(self, leaves: str = "http.disconnect") -> None:
         self._leaves = leaves

@@ -377,7 +377,7 @@ async def test_a_queue_in_a_container(open_session: OpenSession, graph: af.Graph
 
 
 async def test_a_reset_tells_coroutines_that_wait() -> None:
-    """Their elements would come to the new queue."""
+    """The coroutines' elements would come to the new queue."""
     queue = fifo(1, container="test")
     waiting = [asyncio.ensure_future(each) for each in (queue.get(), queue.get_many(1))]
     await asleep()
@@ -607,7 +607,9 @@ async def test_a_hand_over_is_a_few_calls() -> None:
 
 
 async def test_a_firing_that_waits_for_its_own_runs_put_is_not_woken() -> None:
-    """It takes its place, and asks again once the run has nothing else to do: that is hardly more than being served."""
+    """The firing takes its place, and asks again once the run has nothing else to do: this costs hardly more than being
+    served.
+    """
     queue, count = af.FIFOQueue(1000, INT, name="q"), 200
     with af.Graph() as graph:
         x = af.placeholder("int64", ())

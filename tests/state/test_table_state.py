@@ -160,7 +160,7 @@ def test_fault_50_readers_on_other_threads_see_whole_rows(hasty_threads: None) -
 
 
 def test_a_write_is_in_place_and_touches_its_rows_alone() -> None:
-    """This is why a write costs the same for any size of table: it takes no new memory, and reads no other rows."""
+    """A write costs the same for any size of table, since it takes no new memory, and reads no other rows."""
     table = state(100_000)
     (column,) = table._columns
     table._columns = [Noting(column)]  # type: ignore[list-item]

@@ -563,7 +563,7 @@ async def test_unordered_graphs_take_variables_too() -> None:
 
 
 async def test_a_variable_alone_needs_no_graph() -> None:
-    """It belongs to none; nothing else says what to run."""
+    """The variable belongs to no graph, and no other fetch says what to run."""
     with af.Graph():
         v = af.Variable(3)
         add = v.assign_add(1)

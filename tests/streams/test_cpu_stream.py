@@ -123,7 +123,7 @@ class Holder:
     """Work that holds values by itself, as regions do."""
 
     def work(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("is_method", [False, True])
@@ -316,7 +316,7 @@ async def test_closing_finishes_the_work_and_refuses_more() -> None:
 
 
 async def test_an_event_raises_a_failure_though_the_stream_has_ended_meanwhile() -> None:
-    """Whoever waits may come to know of the event only when the thread is gone, and must not take it for a success."""
+    """The waiting code may learn of the event only when the thread is gone, and must not take it for a success."""
     stream = ThreadStream("cpu:0/x")
     stream.enqueue(fail, ValueError("no"))
     event = stream.record()

@@ -64,7 +64,7 @@ async def test_a_task_that_outlives_its_run_is_no_part_of_it(graph: af.Graph) ->
 
 
 async def test_a_run_asked_for_by_way_of_another_session_is_part_of_the_first(graph: af.Graph) -> None:
-    """It would wait for the end of the run that waits for it: `max_runs` does not count it."""
+    """The inner run would wait for the end of the run that waits for it: `max_runs` does not count it."""
     gate = CoroutineGate()
     gate.opened.set()
     x = af.placeholder("int64", ())

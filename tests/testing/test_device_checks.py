@@ -60,7 +60,7 @@ class Blind(MemoryAccount):
 
 
 class Careless(Renamed):
-    """Its account has the limit, and refuses nothing."""
+    """A device whose account has the limit, and refuses nothing."""
 
     def __init__(self, index: int, **options: Any) -> None:
         super().__init__(index, **options)

@@ -16,7 +16,7 @@ from asyncflow.vertex.structure.input_graph import named_parts
 
 @st.composite
 def samples(draw: st.DrawFn, *, trees: bool = False) -> af.InputGraph:
-    """One graph of up to 12 vertices, whose numbers say nothing of their order."""
+    """Draw a graph of up to 12 vertices, whose numbers say nothing of their order."""
     n = draw(st.integers(0, 12))
     number = draw(st.permutations(range(n)))
     edges = []

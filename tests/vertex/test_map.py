@@ -216,7 +216,7 @@ async def test_a_mean_of_integers_is_float64(graph: af.Graph, run: Run, dtype: s
 
 @pytest.mark.parametrize(("dtype", "wide"), [("int8", "int64"), ("uint8", "uint64"), ("bool", "int64")])
 async def test_a_sum_of_small_integers_does_not_wrap(graph: af.Graph, run: Run, dtype: str, wide: str) -> None:
-    """It has the dtype of `af.sum`; a state of the narrow dtype asks for a conversion that the user writes."""
+    """The sum has the dtype of `af.sum`; a state of the narrow dtype asks for a conversion that the user writes."""
 
     @af.vertex_function(state=af.spec(dtype, ()))
     def total(v: Any) -> None:

@@ -199,7 +199,7 @@ async def test_a_graph_as_the_key_of_a_feed(graph: af.Graph, run: Run) -> None:
 
 
 async def test_a_graph_that_a_run_finds_wrong(graph: af.Graph, run: Run) -> None:
-    """It names sample and vertex, and no line of ours as the user's."""
+    """The error names sample and vertex, and no line of ours as the user's."""
     fed, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, 3))
     roots = af.vertex_map(total, fed, x).roots
     wide = af.InputGraph.batch([CHAINS, af.InputGraph.from_parents([-1, 0, 0])])

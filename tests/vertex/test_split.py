@@ -76,7 +76,7 @@ async def test_views_stay_with_the_sets_that_read_them() -> None:
 
 @pytest.mark.parametrize("where", ["behind a gather", "before", "after"])
 async def test_a_store_and_what_reads_it_are_of_one_part(where: str) -> None:
-    """It has no row for each vertex, so that no set could read its own part of it."""
+    """A store has no row for each vertex, so no set could read its own part of it."""
     tree = af.InputGraph.from_nested(((1, 2), 3))[0]
 
     def sums(x: Any) -> Any:
