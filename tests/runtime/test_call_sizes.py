@@ -12,7 +12,8 @@ import pytest
 import asyncflow as af
 from asyncflow.runtime.shared.batcher import Batcher
 from asyncflow.runtime.shared.call_costs import CallCosts
-from asyncflow.runtime.shared.call_sizes import size_under_overload
+from asyncflow.runtime.shared.call_sizes import size_in_time
+from tests.cells import SEEDS
 from tests.runtime.test_batcher import Named
 
 MS = 1_000_000
@@ -50,17 +51,31 @@ def answered(arrivals_ns: list[int], timeout_ns: Callable[[int], int], cost_ns: 
             batcher.ended(call, taken_ns, now_ns)
         if not calls and batcher.lanes:
             next_ns = coming[-1].offered_ns if coming else inf
-            now_ns = int(min(next_ns, max(batcher.wake_ns(now_ns), now_ns + 1)))
+            given_up_ns = min(member.deadline_ns for lane in batcher.lanes.values() for member in lane.everybody())
+            now_ns = int(min(next_ns, given_up_ns, max(batcher.wake_ns(now_ns), now_ns + 1)))
     return found
 
 
-def best_constant(arrivals_ns: list[int], timeout_ns: Callable[[int], int], cost_ns: Callable[[int], int]) -> int:
-    """The most answers in time by calls of at most one size, of members that are answered in time, first due first."""
-    return max(_by_calls_of(size, arrivals_ns, timeout_ns, cost_ns) for size in (1, 2, 4, 8, 12, 16, 20, 24, 32, 48))
+def best_constant(
+    arrivals_ns: list[int],
+    timeout_ns: Callable[[int], int],
+    cost_ns: Callable[[int], int],
+    taken_ns: Callable[[int], int] | None = None,
+) -> int:
+    """The most answers in time by calls of at most one size, of members that are answered in time, first due first.
+
+    Calls are expected to take `cost_ns`, and take `taken_ns` if that differs.
+    """
+    given = arrivals_ns, timeout_ns, cost_ns, taken_ns or cost_ns
+    return max(_by_calls_of(size, *given) for size in (1, 2, 4, 8, 12, 16, 20, 24, 32, 48))
 
 
 def _by_calls_of(
-    most: int, arrivals_ns: list[int], timeout_ns: Callable[[int], int], cost_ns: Callable[[int], int]
+    most: int,
+    arrivals_ns: list[int],
+    timeout_ns: Callable[[int], int],
+    cost_ns: Callable[[int], int],
+    taken_ns: Callable[[int], int],
 ) -> int:
     now_ns = came = found = 0
     waiting: list[int] = []
@@ -77,8 +92,8 @@ def _by_calls_of(
         first = bisect_left(waiting, now_ns + cost_ns(size))
         called = waiting[first : first + size]
         waiting = waiting[first + size :]  # those before are too late for any call
-        now_ns += cost_ns(size) if called else 0
-        found += len(called)
+        now_ns += taken_ns(size) if called else 0
+        found += len(called) - bisect_left(called, now_ns)
     return found
 
 
@@ -110,23 +125,47 @@ def test_as_many_are_answered_in_time_as_with_the_best_size(
         assert found == len(arrivals_ns)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_requests_of_any_timeouts_and_calls_of_any_costs(seed: int) -> None:
-    """Calls differ by a fifth, and requests have 1.5 to 20 times the time of one alone."""
-    dice, noise = Random(seed), Random(seed + 1)
-    fixed_ms, each_ms = dice.choice([(20, 4), (5, 0.2), (1, 4), (40, 1)])
-    times = [dice.choice((1.5, 3, 8, 20)) for _ in range(5000)]
+KINDS: dict[str, tuple[list[tuple[float, float]] | None, list[tuple[float, float]]]] = {
+    "any timeouts": (None, [(20, 4), (5, 0.2), (1, 4), (40, 1)]),
+    "large fixed costs": (None, [(50, 0.05), (100, 1), (30, 0.3)]),
+    "large costs of each": (None, [(0.5, 10), (0.1, 1), (1, 20)]),
+    "two classes of timeouts": ([(1.5, 20), (2, 10), (3, 30), (1.5, 5)], [(20, 4), (5, 0.2), (1, 4), (40, 1)]),
+    "bursts": (None, [(20, 4), (5, 0.2), (1, 4), (40, 1)]),
+}
+"""Pairs of timeouts, as multiples of the time of one request alone; costs of a call, and of each member, in ms."""
+
+
+@pytest.mark.parametrize("seed", range(4 * SEEDS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_any_timeouts_and_calls_of_any_costs(kind: str, seed: int) -> None:
+    """Calls differ by a fifth, and half to four times as many requests come as calls of 16 can answer."""
+    dice, noise = Random(f"{kind} {seed}"), Random(seed + 1)
+    classes, costs = KINDS[kind]
+    fixed_ms, each_ms = dice.choice(costs)
+    short, long = dice.choice(classes) if classes else (0, 0)
+    part = dice.choice((0.1, 0.5, 0.9))
+    times = [(short if dice.random() < part else long) or dice.choice((1.5, 3, 8, 20)) for _ in range(20_000)]
     capacity = 16 / (fixed_ms + 16 * each_ms) * 1000
-    arrivals_ns = poisson(dice.choice((0.5, 1.5, 4)) * capacity, 200 / capacity, seed)
+    rate, seconds = dice.choice((0.5, 1.5, 4)) * capacity, 300 / capacity
+    if kind == "bursts":
+        size = dice.choice((8, 30, 100))
+        arrivals_ns = [
+            at for at in poisson(rate / size, 20 * size / rate, seed) for _ in range(dice.randint(1, 2 * size))
+        ]
+    else:
+        arrivals_ns = poisson(rate, seconds, seed)
 
     def timeout_ns(number: int) -> int:
         return int(times[number] * (fixed_ms + each_ms) * MS)
 
     def cost_ns(size: int) -> int:
-        return int((fixed_ms + each_ms * size) * MS * noise.uniform(0.9, 1.1))
+        return int((fixed_ms + each_ms * size) * MS)
 
-    best = best_constant(arrivals_ns, timeout_ns, lambda size: int((fixed_ms + each_ms * size) * MS))
-    found = len(answered(arrivals_ns, timeout_ns, cost_ns))
+    def taken_ns(size: int) -> int:
+        return int(cost_ns(size) * noise.uniform(0.9, 1.1))
+
+    best = best_constant(arrivals_ns, timeout_ns, cost_ns, taken_ns)
+    found = len(answered(arrivals_ns, timeout_ns, taken_ns))
     assert found >= 0.8 * best, (found, best)
 
 
@@ -137,18 +176,54 @@ def test_important_requests_are_in_time_though_calls_are_small_for_them() -> Non
         return 20.0 + 4 * size
 
     flood = [float(deadline_ns) for deadline_ns in range(60, 260, 2)]
-    assert size_under_overload([flood], 0.0, MOST, cost_ns) == 40
-    assert size_under_overload([[100.0], flood], 0.0, MOST, cost_ns) == 20
-    # If it cannot be met whatever is done, or all can, nothing changes.
-    assert size_under_overload([[10.0], flood], 0.0, MOST, cost_ns) == 40
-    assert size_under_overload([[100.0], [300.0] * 8], 0.0, MOST, cost_ns) is None
-    assert size_under_overload([[10.0]], 0.0, MOST, cost_ns) is None
-    assert size_under_overload([[inf] * 3, [inf] * 90], 0.0, MOST, cost_ns) is None
+    assert size_in_time([flood], 0.0, MOST, cost_ns) == 36
+    assert size_in_time([[100.0], flood], 0.0, MOST, cost_ns) == 20
+    # If it cannot be met whatever is done, it does not count.
+    assert size_in_time([[10.0], flood], 0.0, MOST, cost_ns) == 36
+    # Where all can be met, calls are as large as they can be.
+    assert size_in_time([[100.0], [300.0] * 8], 0.0, MOST, cost_ns) == 9
+    assert size_in_time([[10.0]], 0.0, MOST, cost_ns) == 0
+    assert size_in_time([[inf] * 3, [inf] * 90], 0.0, MOST, cost_ns) == MOST
+
+
+def test_time_has_a_cost_under_overload() -> None:
+    """With 100 ms and 1 ms each, a call of 64 is worth more than a few answers that smaller calls would still give."""
+
+    def cost_ns(size: int) -> float:
+        return 100.0 + size
+
+    due = [140.0] * 2 + [262.0] * 60
+    assert size_in_time([due], 0.0, MOST, cost_ns) == 40  # all in time: 2 with 38 others, then the other 22
+    assert size_in_time([[140.0] * 2 + [262.0] * 300], 0.0, MOST, cost_ns) == MOST
+
+
+def test_of_members_that_cannot_be_met_few_are_called_to_learn_whether_that_holds() -> None:
+    def first_size(seed: int, *, is_ending: bool = False) -> int:
+        costs, batcher = CallCosts(), Batcher[Named](seed)
+        for size, taken_ns in ((1, 100.0), (8, 120.0)):
+            for _ in range(3):
+                costs.observe(size, taken_ns)
+        for name in range(4):
+            batcher.offer("lane", costs, af.Batch(MOST), Named(name, deadline_ns=50.0))
+        batcher.is_ending = is_ending
+        found = sum(len(call.members) for call in batcher.take(0, is_idle=True))
+        assert batcher.count() == 4 - found
+        return found
+
+    sizes = [first_size(seed) for seed in range(40)]
+    assert set(sizes) == {0, 1}
+    assert 1 <= sum(sizes) <= 15
+    assert first_size(sizes.index(0), is_ending=True) == 1  # as nothing comes that would ask again
 
 
 def test_unknown_sizes_are_told_from_known_ones() -> None:
     costs = CallCosts()
     assert costs.likely_ns(8) == 0.0
+    costs.observe(7, 48.0)
+    assert [costs.likely_ns(size) for size in (1, 7, 14, 28)] == [48.0, 48.0, 48.0, 96.0]
+    costs.observe(1, 24.0)
+    assert [costs.likely_ns(size) for size in (1, 4, 7, 13)] == [24.0, 36.0, 48.0, 72.0]
+    costs = CallCosts()
     for size, taken_ns in ((1, 24.0), (11, 64.0), (21, 104.0)):
         for _ in range(3):
             costs.observe(size, taken_ns)

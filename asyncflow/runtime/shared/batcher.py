@@ -26,6 +26,8 @@ event                    state                                        action
 `take`                   else                                         members past deadlines leave; a call is made
                                                                       of the others, of the size that is best, or
                                                                       several at once
+`take`                   else, and several wait, all too late to be    nothing; one time in eight a member is called
+                         answered in time, as far as is known
 `ended`                  the last of the calls made at once           their time is learnt; the lane is free
 `failed`                 of one member                                it is at fault; the lane is free
 `failed`                 of several                                   both halves wait, apart and before all others
@@ -33,9 +35,9 @@ event                    state                                        action
 
 **Order.** Members and lanes of the lowest priority number go first, but each other number that waits has an eighth of
 the places (`PriorityShares`). Of one number, the member that is *due* first goes first: at its deadline, or a second
-after it was offered. A call is cut so small that the first deadline in it is met, as far as the costs are known. Under
-overload calls that small would not meet all deadlines. Then a call has the size with the most answers in time for its
-time (`asyncflow.runtime.shared.call_sizes`), and only members that it can answer in time.
+after it was offered. The call that takes the least time for all members may be late for its first deadline. Then a
+call has the size with the most answers in time (`asyncflow.runtime.shared.call_sizes`), and only members that it can
+answer in time.
 
 For example, a call of n members takes 4 + 2 n ms. Member `a` comes at 0 ms to an idle lane, and is called alone. While
 that call is under way `b`, `c` and `d` come at 1, 2 and 3 ms, and the deadline of `d` is at 15 ms. The call ends at
@@ -60,10 +62,16 @@ from asyncflow.runtime.lines.halving import halves
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
 from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
-from asyncflow.runtime.shared.call_sizes import size_under_overload
+from asyncflow.runtime.shared.call_sizes import size_in_time
 
 _LONG = 2
 """A call is long if it takes this multiple of its learnt time."""
+
+_SAFE = 1.1
+"""A call is planned to take this multiple of its likely time, as times differ."""
+
+_TRY = 8
+"""One time in 8, a member is called though none of several can be answered in time: costs may have changed."""
 
 
 class Gathered(Protocol):
@@ -212,24 +220,32 @@ class Lane(Generic[M]):
             taken.append(member)
         return taken
 
-    def fit(self, members: list[M], now_ns: int) -> list[M]:
-        """Return the members to call: those taken, or fewer or others, so that more are answered in time."""
+    def fit(self, members: list[M], now_ns: int, *, tries: bool) -> list[M]:
+        """Return the members to call: the given members, or others, so that more are answered in time.
+
+        Args:
+            members: members taken from the line; all that are not called wait again.
+            now_ns: the time.
+            tries: True to call a member even if it will probably be late, to learn whether the costs have changed.
+        """
         if self.policy.cost == "none" or (len(members) == 1 and not self.waiting):
             return members
-        first_ns, costs = min([member.deadline_ns for member in members]), self.costs
-        if first_ns == inf or now_ns + costs.likely_ns(len(members)) <= first_ns:
+        first_ns = min([member.deadline_ns for member in members])
+        if first_ns == inf or now_ns + self._safe_ns(len(members)) <= first_ns:
             return members
         lines: dict[int, list[float]] = {}
         for member in chain(members, self.waiting):
             lines.setdefault(member.priority, []).append(member.deadline_ns)
-        ranked = [lines[priority] for priority in sorted(lines)]
-        # All waiting members count, not only those taken: a larger call may be late for the first and in time for more.
-        size = size_under_overload(ranked, now_ns, self.most, costs.likely_ns)
-        if size is None:
-            return self.cut_in_time(members, now_ns)
+        # All waiting members count, not only those taken: another call may answer more of them in time.
         for member in members:
             self.add(member)
-        return self._take_reachable(size, now_ns + costs.likely_ns(size))
+        size = size_in_time([lines[priority] for priority in sorted(lines)], now_ns, self.most, self._safe_ns)
+        if not size:
+            return self._take_reachable(1, now_ns + self.costs.likely_ns(1)) or self.take(int(tries))
+        return self._take_reachable(size, now_ns + self._safe_ns(size))
+
+    def _safe_ns(self, size: int) -> float:
+        return _SAFE * self.costs.likely_ns(size)
 
     def _take_reachable(self, size: int, end_ns: float) -> list[M]:
         """Return the next `size` members at most whose deadlines are not before `end_ns`."""
@@ -240,29 +256,6 @@ class Lane(Generic[M]):
         for member in late:
             self.add(member)
         return taken
-
-    def cut_in_time(self, members: list[M], now_ns: int) -> list[M]:
-        """Return as many of the taken members as can be computed before the first deadline among them; the others
-        wait again.
-        """
-        if len(members) == 1:
-            return members
-        costs = self.costs
-        reachable_ns = now_ns + costs.predict_ns(1)
-
-        # A member that even a call of its own would be late for does not make the call smaller for the others.
-        def deadline_ns(member: M) -> float:
-            return member.deadline_ns if member.deadline_ns >= reachable_ns else inf
-
-        first_ns = min(map(deadline_ns, members))
-        size = len(members)
-        while size > 1 and now_ns + costs.predict_ns(size) > first_ns:
-            size -= 1
-        if size < len(members):
-            members.sort(key=deadline_ns)
-            for member in members[size:]:
-                self.add(member)
-        return members[:size]
 
     def leaves_ns(self) -> float:
         """Return when the waiting members have waited as long as they may, where others may still come."""
@@ -469,8 +462,11 @@ class Batcher(Generic[M]):
             return []
         if self._asks(lane):
             return [lane.take(lane.chosen)]
-        members = lane.fit(lane.take(self._size(lane)), now_ns)
+        tries = self.is_ending or self._random.randrange(_TRY) == 0
+        members = lane.fit(lane.take(self._size(lane)), now_ns, tries=tries)
         size = len(members)
+        if not size:
+            return []
         count = 1 if lane.policy.cost == "none" else lane.costs.parts(size, self._random)
         return [members[size * part // count : size * (part + 1) // count] for part in range(count)]
 

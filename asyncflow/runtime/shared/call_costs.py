@@ -232,14 +232,18 @@ class CallCosts(SizeTimes):
 
     def likely_ns(self, size: int) -> float:
         """Return how long a call will take; of a size that is not known, as told from all others."""
-        found_ns, known = self.predict_ns(size), self.taken_ns
-        if self._counts.get(size, 0) >= _SURE or len(known) < 2:
-            return found_ns
-        least = min([each for each in known if each > 1])
-        if size < least and 1 in known:
+        known = self.taken_ns
+        if not known or self._counts.get(size, 0) >= _SURE:
+            return known.get(size, 0.0)
+        if len(known) == 1:
+            ((only, taken_ns),) = known.items()
+            return taken_ns * max(1.0, size / (2 * only))
+        larger = [each for each in known if each > 1]
+        least = min(larger)
+        if 1 in known and (size < least or len(larger) == 1):
             return known[1] + (size - 1) / (least - 1) * (known[least] - known[1])
         fixed, each = self._line = self._line or self._fitted()
-        return max(found_ns, fixed + each * size)
+        return max(self.predict_ns(size), fixed + each * size)
 
     def saved_ns(self, waiting: int, coming: int, most: int) -> float:
         """Return how much less time it takes in all if waiting members go with the coming ones, and not before them."""

@@ -1,27 +1,53 @@
-"""The size of a call when not all deadlines can be met: the size with the most answers in time per time.
+"""The size of a call whose members have deadlines: the size that answers the most of them in time.
 
 Small calls meet the first deadline, and cost more for each member. That pays while every waiting member can be answered
 in time so. Under overload other members are late for it, and more of them the smaller calls are. For example, a call
 takes 20 ms and 4 ms for each member, 260 requests come a second, and each is of use within 200 ms. Calls that meet
 every first deadline have two members and answer 65 requests a second; calls of 22 answer 200, and drop members that
 they would answer late.
+
+The rule has five lines:
+
+1. Play each size through: calls of at most that size, one after the other, for all members that wait.
+2. In a play the members due first go first, late members are dropped, and a call is small enough for its own members.
+3. Prefer plays that answer all members of the most important priority, then all members of the next priority.
+4. Take the play with the most answers in time. Time costs a quarter of what the best play answers in that time.
+5. Make the first call of that play.
+
+Time has a cost because further members may come. It has not the full cost because they may not.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import takewhile
+from typing import NamedTuple
 
-_EACH = 8
-"""Every size up to this is tried; of larger sizes, four in each doubling."""
+_MOST_PLAYED = 128
+"""Number of members that are played through, the most important and first due ones: more would take too long."""
+
+_TIME = 0.25
+"""Price of time, as a part of the best rate of answers. With 0, calls are too small for long overload."""
 
 
-def size_under_overload(
-    lines: Sequence[Sequence[float]], now_ns: float, most: int, cost_ns: Callable[[int], float]
-) -> int | None:
-    """Return how many members to call; None if all deadlines can be met, or none of them.
+class _Play(NamedTuple):
+    """Calls for all members that wait.
 
-    Members that are more important are not sacrificed for others: if all of them can be met, the call is small enough.
+    Attributes:
+        answered: number of answers in time, by line.
+        taken_ns: time of all calls.
+        first: size of the first call; 0 if no member can be answered in time.
+    """
+
+    answered: Sequence[int]
+    taken_ns: float
+    first: int
+
+
+def size_in_time(lines: Sequence[Sequence[float]], now_ns: float, most: int, cost_ns: Callable[[int], float]) -> int:
+    """Return the size of the next call; 0 if no member can be answered in time.
 
     Args:
         lines: deadlines of the members that wait, the most important priority first.
@@ -29,52 +55,60 @@ def size_under_overload(
         most: how many may share a call.
         cost_ns: returns the time of a call by its size.
     """
-    sizes = list(_sizes(min(most, sum(map(len, lines)))))
-    taken_ns = {size: cost_ns(size) for size in sizes}
-    reachable_ns = now_ns + taken_ns[1]
-    met: list[float] = []
+    cost_ns = cache(cost_ns)
+    left, played = max(_MOST_PLAYED, most), list[list[float]]()
     for line in lines:
-        both = sorted([*met, *(deadline_ns for deadline_ns in line if deadline_ns >= reachable_ns)])
-        if not _can_meet(both, now_ns, taken_ns):
-            break
-        met = both
-    else:
-        return None
-    if met:
-        sizes = [size for size in sizes if size == 1 or now_ns + taken_ns[size] <= met[0]]
-    deadlines_ns = sorted(deadline_ns for line in lines for deadline_ns in line)
+        first = sorted(line)[:left]
+        played.append(first[bisect_left(first, now_ns + cost_ns(1)) :])
+        left -= len(played[-1])
+    count = sum(map(len, played))
+    plays: list[_Play] = []
+    for size in reversed(list(_sizes(min(most, count)))) if count else ():
+        plays.append(_play(played, now_ns, size, cost_ns))
+        if sum(plays[-1].answered) == count:
+            break  # smaller calls answer no more
+    if not plays:
+        return 0
+    price = _TIME * max(sum(play.answered) / max(play.taken_ns, 1.0) for play in plays)
 
-    def rate(size: int) -> float:
-        in_time = len(deadlines_ns) - bisect_left(deadlines_ns, now_ns + taken_ns[size])
-        return min(size, in_time) / max(taken_ns[size], 1.0)
+    def worth(play: _Play) -> tuple[int, float]:
+        whole = takewhile(lambda pair: pair[0] == len(pair[1]), zip(play.answered, played, strict=True))
+        return sum(1 for _ in whole), sum(play.answered) - price * play.taken_ns
 
-    best = max(reversed(sizes), key=rate)
-    return best if rate(best) else None
+    return max(plays, key=worth).first
 
 
 def _sizes(most: int) -> Iterator[int]:
-    yield from range(1, min(most, _EACH) + 1)
-    step = _EACH // 4
-    size = _EACH + step
+    """Give sizes up to `most`: all small ones, and of larger ones four in each doubling."""
+    yield from (size for size in (1, 2, 3, 4, 6) if size < most)
+    size, step = 8, 2
     while size < most:
         yield size
         step *= 1 + (size == 8 * step)
         size += step
-    if most > _EACH:
-        yield most
+    yield most
 
 
-def _can_meet(deadlines_ns: Sequence[float], now_ns: float, taken_ns: dict[int, float]) -> bool:
-    """Return True if calls that are small enough for the first deadline, one after the other, meet all deadlines."""
-    start = 0
-    while start < len(deadlines_ns):
-        left_ns = deadlines_ns[start] - now_ns
-        size = max((each for each in taken_ns if each == 1 or taken_ns[each] <= left_ns), default=1)
-        size = min(size, len(deadlines_ns) - start)
-        if size not in taken_ns:  # the last call
-            size = max(each for each in taken_ns if each <= size)
-        if taken_ns[size] > left_ns:
-            return False
-        now_ns += taken_ns[size]
-        start += size
-    return True
+def _play(lines: Sequence[Sequence[float]], now_ns: float, most: int, cost_ns: Callable[[int], float]) -> _Play:
+    """Play calls of at most one size through."""
+    answered, places, count = [0] * len(lines), [0] * len(lines), sum(map(len, lines))
+    end_ns, first, left = now_ns, 0, count
+    while left:
+        size = min(most, left)
+        while True:
+            call_ns = end_ns + cost_ns(size)
+            reachable = [bisect_left(line, call_ns, place) for line, place in zip(lines, places, strict=True)]
+            left = count - sum(reachable)
+            if left >= size or size == 1:
+                break
+            size = max((size + left) // 2, 1)
+        places = reachable
+        if not left:
+            break
+        first, end_ns, left = first or size, call_ns, left - size
+        for place, line in enumerate(lines):
+            taken = min(size, len(line) - places[place])
+            answered[place] += taken
+            places[place] += taken
+            size -= taken
+    return _Play(answered, end_ns - now_ns, first)
