@@ -195,6 +195,12 @@ def brief(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def a_kind(kind: type) -> str:
+    """Return the name of a type with its article: ``an int``, ``a tuple``, ``an ndarray``."""
+    name = kind.__name__
+    return f"an {name}" if name[0].lower() in "aeio" or name.startswith("nd") else f"a {name}"
+
+
 class AsyncflowError(Exception):
     """Base of every error asyncflow raises on purpose."""
 

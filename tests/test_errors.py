@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.errors import UNKNOWN_LOCATION, user_location
+from asyncflow.errors import UNKNOWN_LOCATION, a_kind, user_location
 from tests.patience import PATIENCE_S
 
 NOTHING: Any = []
@@ -77,3 +77,18 @@ def test_what_starts_a_thread_is_no_line_of_the_users() -> None:
     thread.start()
     thread.join(PATIENCE_S)
     assert found == [UNKNOWN_LOCATION]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (int, "an int"),
+        (np.ndarray, "an ndarray"),
+        (dict, "a dict"),
+        (type("uint8", (), {}), "a uint8"),
+        (type("Edge", (), {}), "an Edge"),
+        (type("NoneType", (), {}), "a NoneType"),
+    ],
+)
+def test_kinds_are_named_with_their_articles(kind: type, said: str) -> None:
+    assert a_kind(kind) == said

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.cli.target import Target, TargetError
-from asyncflow.errors import AsyncflowError, ReplayError
+from asyncflow.errors import AsyncflowError, ReplayError, a_kind
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.session.record import Record
 from asyncflow.runtime.session.replay import replayed
@@ -58,5 +58,5 @@ def _graph(target: str) -> Graph:
     found = Target.parse(target).find()
     graph = found if isinstance(found, Graph) or not callable(found) else found()
     if not isinstance(graph, Graph):
-        raise TargetError(f"{target} is a {type(graph).__name__}; name a Graph, or a function that returns one")
+        raise TargetError(f"{target} is {a_kind(type(graph))}; name a Graph, or a function that returns one")
     return graph

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from asyncflow.errors import a_kind
 from asyncflow.graph.graph import Graph
 
 
@@ -77,7 +78,7 @@ class Target:
             return partial(on_graph, found)
         if not callable(found):
             wanted = "a function" if on_graph is None else "a graph or a function"
-            raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name {wanted}")
+            raise TargetError(f"{self.attribute} of {self.program} is {a_kind(type(found))}; name {wanted}")
         _check_no_arguments(self.attribute, found)
         return found
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from asyncflow.errors import GraphError, told
+from asyncflow.errors import GraphError, a_kind, told
 from asyncflow.graph.ir import Attrs, Node, is_name
 
 _serial = itertools.count()
@@ -58,7 +58,7 @@ class Resource:
     @property
     def signature(self) -> str:
         """Kind of the resource, equal for resources that may share a state in a container."""
-        return f"a {type(self).__name__}"
+        return f"{a_kind(type(self))}"
 
     def create_state(self) -> Any:
         """The initial state; called once per session (or container)."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from asyncflow.errors import brief
+from asyncflow.errors import a_kind, brief
 
 
 def check_kind(value: object, kind: type, name: str) -> None:
     """Raises TypeError unless `value` is of a kind."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is made for a {kind.__name__}; got {type(value).__name__} {brief(value)}")
+        raise TypeError(f"{name} is made for {a_kind(kind)}; got {type(value).__name__} {brief(value)}")
 
 
 def check_count(value: object, name: str) -> None:

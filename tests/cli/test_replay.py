@@ -83,7 +83,7 @@ def test_with_ops_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
             "there is no file nowhere.json; replay takes the record that session.run(..., record=path) ",
         ),
         (["."], "there is no file ."),
-        (["run.json", "recorded.py:no_graph"], "is a int; name a Graph"),
+        (["run.json", "recorded.py:no_graph"], "is an int; name a Graph"),
         (["run.json", "recorded.py:nothing"], "has no 'nothing'"),
     ],
 )

@@ -141,9 +141,9 @@ async def test_feeds_of_other_layouts_ranks_and_cards(one_fake: FakeCupy, graph:
 
 async def test_what_does_not_fit_is_refused(one_fake: FakeCupy, x: af.Tensor) -> None:
     async with af.Session(devices=["cuda:0"]) as session:
-        with pytest.raises(af.FeedError, match=r"x:0: expected float32\[\?\], got a ndarray: its dtype is float64"):
+        with pytest.raises(af.FeedError, match=r"x:0: expected float32\[\?\], got an ndarray: its dtype is float64"):
             await session.run(x + 1, {x: one_fake.zeros(3, np.float64)})
-        with pytest.raises(af.FeedError, match=r"x:0: expected float32\[\?\], got a ndarray: its shape is \[3,1\]"):
+        with pytest.raises(af.FeedError, match=r"x:0: expected float32\[\?\], got an ndarray: its shape is \[3,1\]"):
             await session.run(x + 1, {x: one_fake.zeros((3, 1), np.float32)})
 
 

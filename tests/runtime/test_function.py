@@ -272,7 +272,7 @@ async def test_an_array_for_a_static_parameter() -> None:
     def f(n: int) -> Any:
         return n
 
-    with pytest.raises(af.GraphError, match=r"f: argument n: it is annotated int, .* got a ndarray. .*af.spec"):
+    with pytest.raises(af.GraphError, match=r"f: argument n: it is annotated int, .* got an ndarray. .*af.spec"):
         await f(np.ones(2))
 
 

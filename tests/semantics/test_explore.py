@@ -150,7 +150,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     good = np.ones(2, np.float32)
     assert left_in(w, explore(graph, result, {"x": good}, variables={w: 2})) == {3.0}
     for feeds, said in (
-        ({x: np.ones(3, np.float32)}, r"cannot feed x:0: expected float32\[2\], got a ndarray: its shape is \[3\]"),
+        ({x: np.ones(3, np.float32)}, r"cannot feed x:0: expected float32\[2\], got an ndarray: its shape is \[3\]"),
         ({x: np.ones(2)}, "its dtype is float64; convert it yourself"),
         ({"y": good}, "no node is named 'y'"),
         ({3: good}, "feeds are keyed by tensors or their names; got int 3"),

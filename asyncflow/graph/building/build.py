@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, cast, overload
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, brief, told, user_location
+from asyncflow.errors import DTypeError, GraphError, a_kind, brief, told, user_location
 from asyncflow.graph import builtin
 from asyncflow.graph.frames import frame_of
 from asyncflow.graph.graph import Graph, current_graph, encloses, reopened
@@ -170,8 +170,8 @@ def as_array(value: TensorLike, dtype: DType | None) -> Array:
     try:
         return _as_array(value, dtype)
     except RecursionError:
-        kind = type(value).__name__
-        raise GraphError(f"cannot make a tensor of a {kind} that is nested too deep, or contains itself") from None
+        kind = a_kind(type(value))
+        raise GraphError(f"cannot make a tensor of {kind} that is nested too deep, or contains itself") from None
 
 
 def _as_array(value: TensorLike, dtype: DType | None) -> Array:
@@ -195,7 +195,7 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
         raise
     except Exception as error:  # objects with __array__, __len__ and the like raise what they like
         raise DTypeError(
-            f"cannot make a tensor of a {type(value).__name__}: NumPy cannot read it ({told(error)}); give a NumPy "
+            f"cannot make a tensor of {a_kind(type(value))}: NumPy cannot read it ({told(error)}); give a NumPy "
             "array of its values"
         ) from error
     if array.dtype.kind in "UT" and not is_text:
@@ -231,7 +231,7 @@ def _on_host(value: Any) -> object:
     if isinstance(value, np.ndarray | np.generic) or not hasattr(value, "__dlpack_device__"):
         return value
     if getattr(value, "requires_grad", False):
-        raise GraphError(f"cannot make a tensor of a {type(value).__name__} that requires grad; give its .detach()")
+        raise GraphError(f"cannot make a tensor of {a_kind(type(value))} that requires grad; give its .detach()")
     if value.__dlpack_device__()[0] not in _CARD_MEMORY:
         return value
     bring = getattr(value, "get", None) or getattr(value, "cpu", None)  # CuPy's, and PyTorch's

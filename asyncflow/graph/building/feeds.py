@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from asyncflow.errors import FeedError, GraphError, told
+from asyncflow.errors import FeedError, GraphError, a_kind, told
 from asyncflow.graph.building.build import TensorLike, as_array
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
@@ -36,7 +36,7 @@ def as_feeds(feeds: object) -> Feeds:
     try:
         given = dict(feeds)
     except Exception as error:
-        raise FeedError(f"feeds, a {type(feeds).__name__}, cannot be read: {told(error)}") from error
+        raise FeedError(f"feeds, {a_kind(type(feeds))}, cannot be read: {told(error)}") from error
     return _opened(given) if any(isinstance(key, tuple) for key in given) else given
 
 
@@ -134,8 +134,8 @@ def wrong_dtype(tensor: Tensor, value: object, dtype: DType) -> FeedError:
 
 def refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
     """The error that says why `value` is not fed to `tensor`."""
-    seen = type(value).__name__
+    wanted = f"{dtype_name(tensor.dtype)}{format_shape(tensor.shape)}"
     return FeedError(
-        f"cannot feed {tensor.name}: expected {dtype_name(tensor.dtype)}{format_shape(tensor.shape)}, got a {seen}: "
-        f"{reason}\n  built at {tensor.node.location}"
+        f"cannot feed {tensor.name}: expected {wanted}, got {a_kind(type(value))}: {reason}\n"
+        f"  built at {tensor.node.location}"
     )

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.errors import GraphError, brief
+from asyncflow.errors import GraphError, a_kind, brief
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import Resource
@@ -226,7 +226,7 @@ class Printer:
         if (why := getattr(value, "why_no_text", None)) is not None:
             raise GraphError(why)
         raise GraphError(
-            f"{brief(value)} is a {type(value).__name__}; attrs hold None, numbers, strings, tuples, lists, dicts, "
+            f"{brief(value)} is {a_kind(type(value))}; attrs hold None, numbers, strings, tuples, lists, dicts, "
             f"dtypes, specs, arrays and resources"
         )
 

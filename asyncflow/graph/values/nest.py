@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, a_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -143,7 +143,7 @@ def flatten(nest: Nest) -> tuple[list[Nest], Structure]:
     try:
         return leaves, _flatten(nest, leaves)
     except RecursionError:
-        raise GraphError(f"a {type(nest).__name__} is nested too deep, or contains itself") from None
+        raise GraphError(f"{a_kind(type(nest))} is nested too deep, or contains itself") from None
 
 
 def _flatten(nest: Nest, leaves: list[Nest]) -> Structure:
@@ -220,11 +220,11 @@ def describe(structure: Structure) -> str:
         return "None"
     if kind in (tuple, list):
         count = len(structure.children)
-        return f"a {kind.__name__} of {count} value{'s' * (count != 1)}" if count else f"an empty {kind.__name__}"
+        return f"{a_kind(kind)} of {count} value{'s' * (count != 1)}" if count else f"an empty {kind.__name__}"
     if kind in _registered:
-        return f"a {kind.__name__}"
+        return f"{a_kind(kind)}"
     keys = ", ".join(map(repr if issubclass(kind, dict) else str, structure.keys))
-    return f"a {kind.__name__} with {'keys' if issubclass(kind, dict) else 'fields'} {keys or 'none'}"
+    return f"{a_kind(kind)} with {'keys' if issubclass(kind, dict) else 'fields'} {keys or 'none'}"
 
 
 def map_leaves(fn: Callable[[Any], object], nest: Nest) -> Nest:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError, a_kind
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.building.scopes import placed_on
 from asyncflow.graph.ir import Tensor
@@ -414,9 +414,7 @@ def asarray(
         ValueError: `copy` is False, and a copy is necessary.
     """
     if copy is False and not (is_symbolic(obj) and (dtype is None or as_dtype(dtype) == as_tensor(obj).dtype)):
-        raise ValueError(
-            f"asarray(copy=False): a {type(obj).__name__} becomes a tensor only by a copy; leave copy= out"
-        )
+        raise ValueError(f"asarray(copy=False): {a_kind(type(obj))} becomes a tensor only by a copy; leave copy= out")
     if not is_symbolic(obj):
         with placed_on(device):
             return constant(obj, dtype)

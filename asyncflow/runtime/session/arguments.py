@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from asyncflow.errors import FeedError, GraphError, told
+from asyncflow.errors import FeedError, GraphError, a_kind, told
 from asyncflow.graph.building.build import as_array, is_symbolic, placeholder
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.values import nest
@@ -136,8 +136,8 @@ class Parameters:
                     reason = error.reason if isinstance(error, GraphError) else error
                     raise type(error)(f"{self.owner}: argument {path}: {reason}") from error
                 except Exception as error:  # objects with __array__, __hash__ and the like raise what they like
-                    kind = type(leaf).__name__
-                    raise FeedError(f"{self.owner}: argument {name}: a {kind} cannot be read: {told(error)}") from error
+                    kind = a_kind(type(leaf))
+                    raise FeedError(f"{self.owner}: argument {name}: {kind} cannot be read: {told(error)}") from error
         return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(arguments), tuple(nests)))
 
     def _bound(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Nest]:
@@ -226,7 +226,7 @@ def _kind(leaf: Value) -> Kind:
         try:
             found = exchanged(leaf)
         except NotExchangeable as error:
-            raise FeedError(f"a {type(leaf).__name__} is an array, and {error}") from error.__cause__
+            raise FeedError(f"{a_kind(type(leaf))} is an array, and {error}") from error.__cause__
         return Spec(as_dtype(found.dtype), (None,) * found.ndim)
     if any(hasattr(leaf, name) for name in ("__array__", "__array_interface__")):
         array = np.asarray(leaf)
@@ -243,9 +243,9 @@ def _static(leaf: Value, why: str) -> Static:
     try:
         hash(leaf)
     except TypeError:
-        kind = type(leaf).__name__
+        kind = a_kind(type(leaf))
         raise GraphError(
-            f"{why}, so its value is part of the trace and has to be hashable; got a {kind}. Pass a hashable object, "
+            f"{why}, so its value is part of the trace and has to be hashable; got {kind}. Pass a hashable object, "
             f"or annotate the parameter with af.spec(dtype, shape) if it is an array"
         ) from None
     # By its digits, because 0.0 == -0.0 and nan != nan.

@@ -8,7 +8,7 @@ from typing import Final, Protocol, TypeAlias, Union, cast
 
 import numpy as np
 
-from asyncflow.errors import GraphError, brief
+from asyncflow.errors import GraphError, a_kind, brief
 from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.values.dtypes import int64
@@ -299,7 +299,7 @@ def _names(types: bool, heights: bool) -> list[str]:
 
 
 def _no_array(part: object) -> GraphError:
-    return GraphError(f"an input graph holds a {type(part).__name__}: only one of arrays can be looked at")
+    return GraphError(f"an input graph holds {a_kind(type(part))}: only one of arrays can be looked at")
 
 
 def named_parts(graph: InputGraph) -> dict[str, Array | Tensor]:

@@ -21,7 +21,7 @@ from asyncflow.control.stores.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, KernelInfo, KernelRecipe, Shape
 from asyncflow.devices.values import as_scalar
-from asyncflow.errors import OutOfMemoryError
+from asyncflow.errors import OutOfMemoryError, a_kind
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
 from asyncflow.graph.resource import Resource, resources_of
@@ -369,7 +369,7 @@ def _output_check(node: Node, xp: Namespace) -> Callable[[Value], Value]:
                 continue
             # In a region, a number that was fed from a card's memory comes to kernels of the host as it is there.
             if not (isinstance(value, arrays) or hasattr(value, "__cuda_array_interface__")):
-                raise TypeError(f"output {index} is a {type(value).__name__}, not an array; declared {spec}")
+                raise TypeError(f"output {index} is {a_kind(type(value))}, not an array; declared {spec}")
             if value.dtype != spec.dtype or not is_compatible(value.shape, spec.shape):
                 raise TypeError(f"output {index} is {value.dtype}{format_shape(value.shape)}; declared {spec}")
         return result

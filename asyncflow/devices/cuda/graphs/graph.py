@@ -23,6 +23,7 @@ import numpy as np
 from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
 from asyncflow.devices.cuda.memory import PrivatePool
 from asyncflow.devices.values import is_plain
+from asyncflow.errors import a_kind
 from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class RegionGraph:
         self._graph, self._outputs = capture(raw, record)
         for value in self._outputs:
             if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
-                raise NotCapturableError(f"it gives a {type(value).__name__}")
+                raise NotCapturableError(f"it gives {a_kind(type(value))}")
 
     def launch(self, inputs: Sequence[Value]) -> tuple[Placed, ...]:
         """The outputs for `inputs`, in new arrays.
