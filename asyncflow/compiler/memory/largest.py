@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import zip_longest
 
-from asyncflow.compiler.memory.recomputation.segments import trip_count
 from asyncflow.compiler.placement.node_costs import spec_nbytes
-from asyncflow.compiler.program.loops.counters import counters
+from asyncflow.compiler.program.loops.counters import counters, trip_count
 from asyncflow.control.stores.tensor_array import STACK, array_node
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.graph import Graph

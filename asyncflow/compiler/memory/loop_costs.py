@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncflow.compiler.memory.memory_choices import Work
-from asyncflow.compiler.memory.recomputation.segments import trip_count
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.program.kernels.kernels import is_host_spec
+from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, PARAMETER

@@ -32,9 +32,10 @@ from asyncflow.compiler.memory.largest import largest_spec, most_iterations
 from asyncflow.compiler.memory.live_bytes import standing_bytes
 from asyncflow.compiler.memory.loop_costs import LoopCosts
 from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, Work, choose_way, fits, way_of
-from asyncflow.compiler.memory.recomputation.segments import SegmentedLoop, loop_to_segment, trip_count
+from asyncflow.compiler.memory.recomputation.segments import SegmentedLoop, loop_to_segment
 from asyncflow.compiler.memory.saving.choose_saved import SavedChange, nbytes_of
 from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
+from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.program.purity import may_run_again
 from asyncflow.devices.machine.cost import SLICE_NS
 from asyncflow.devices.memory import format_bytes

@@ -10,10 +10,11 @@ by its own values, and so do branches and loops in them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.program.host_values import add_host_values, computes_on_host
+from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
@@ -44,7 +45,7 @@ def why_not_captured(region: Region, on_host: AbstractSet[Tensor]) -> str | None
     if obstacles:
         others = f", and {_counted(len(obstacles) - 1, 'node')} more" if len(obstacles) > 1 else ""
         return f"{obstacles[0]}{others}"
-    launches = sum(_launches(node, on_host) for node in region.walk())
+    launches = _launches(region.nodes, on_host)
     copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
     if launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH:
         return None
@@ -90,8 +91,17 @@ def _nature(node: Node) -> str:
     return "does more than launch kernels"
 
 
-def _launches(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    return node.op.kernel is not None and node.op is not CONSTANT and not computes_on_host(node, on_host)
+def _launches(nodes: Iterable[Node], on_host: AbstractSet[Tensor]) -> int:
+    """Return how many kernels the nodes launch: in loops without a known number of iterations, in one iteration."""
+    count = 0
+    for node in nodes:
+        if isinstance(node, StructuredNode):
+            times = trip_count(node) if isinstance(node, WhileNode) else 1
+            inner = sum(_launches(body.nodes, on_host) for body in node.subgraphs)
+            count += inner if times is None else inner * times
+        else:
+            count += node.op.kernel is not None and node.op is not CONSTANT and not computes_on_host(node, on_host)
+    return count
 
 
 def _finds_its_inputs(node: Node, on_host: AbstractSet[Tensor]) -> bool:

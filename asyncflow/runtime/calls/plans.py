@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 from weakref import WeakSet, ref
 
-from asyncflow.compiler.memory.recomputation.segments import trip_count
 from asyncflow.compiler.placement.node_costs import assumed_ns
 from asyncflow.compiler.plan import Plan, PlanNode
+from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import SessionClosedError
 from asyncflow.graph.builtin import CONSTANT

@@ -44,7 +44,7 @@ from asyncflow.compiler.memory.recomputation.repeats import (
 )
 from asyncflow.compiler.memory.saved import find_saved
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.compiler.program.loops.counters import counters
+from asyncflow.compiler.program.loops.counters import counters, trip_count
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.control.while_loop import add_loop
@@ -57,7 +57,7 @@ from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
-from asyncflow.ops.arithmetic.logic import GREATER, LESS, LESS_EQUAL
+from asyncflow.ops.arithmetic.logic import GREATER, LESS
 from asyncflow.ops.arrays.datatypes import ASTYPE
 
 _NUMBER = Spec(int64, ())
@@ -318,21 +318,6 @@ def _ends_at_zero(loop: WhileNode, place: int) -> bool:
         return False
     bound = node.inputs[1]
     return is_constant(bound) and bound.shape == () and not bound.node.attrs["value"]
-
-
-def trip_count(loop: WhileNode) -> int | None:
-    """The number of iterations of a loop that only counts up to a constant; None for all others."""
-    node = loop.decision.node
-    if node.op not in (LESS, LESS_EQUAL):
-        return None
-    counter, bound = node.inputs
-    for place, step in counters(loop):
-        start = loop.inputs[place]
-        bound = loop.captured(loop.predicate).get(bound, bound)
-        if step == 1 and counter is loop.predicate.inputs[place] and is_constant(start) and is_constant(bound):
-            distance = int(bound.node.attrs["value"]) - int(start.node.attrs["value"])
-            return max(0, distance + (node.op is LESS_EQUAL))
-    return None
 
 
 # -- the rewriting ---------------------------------------------------------------------------------------------------

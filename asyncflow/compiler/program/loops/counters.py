@@ -1,4 +1,4 @@
-"""Counters of loops: the variables that go up or down by one in each iteration."""
+"""Counters of loops: variables that go up or down by one in each iteration, and the number of iterations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
+from asyncflow.ops.arithmetic.logic import LESS, LESS_EQUAL
 
 
 def counters(loop: WhileNode) -> list[tuple[int, int]]:
@@ -17,6 +18,21 @@ def counters(loop: WhileNode) -> list[tuple[int, int]]:
             if step in (1, -1):
                 found.append((place, step))
     return found
+
+
+def trip_count(loop: WhileNode) -> int | None:
+    """The number of iterations of a loop that only counts up to a constant; None for all others."""
+    node = loop.decision.node
+    if node.op not in (LESS, LESS_EQUAL):
+        return None
+    counter, bound = node.inputs
+    for place, step in counters(loop):
+        start = loop.inputs[place]
+        bound = loop.captured(loop.predicate).get(bound, bound)
+        if step == 1 and counter is loop.predicate.inputs[place] and is_constant(start) and is_constant(bound):
+            distance = int(bound.node.attrs["value"]) - int(start.node.attrs["value"])
+            return max(0, distance + (node.op is LESS_EQUAL))
+    return None
 
 
 def _step(node: Node, variable: Tensor) -> int:

@@ -1,0 +1,68 @@
+"""What ten ordinary programs ask of a card, on the stand-in: the table of ``python -m benchmarks.gpu_launches``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import pytest
+
+from asyncflow.devices.cuda.memory import CudaPool
+from benchmarks.gpu_launches import PROGRAMS, Counts, counting_allocations, found_for
+from tests.fake_cupy.stand_in import stand_in
+
+LAUNCHED: Final = {
+    "MLP, adam": Counts(31, 0, 2, 37),
+    "LSTM, training": Counts(75, 0, 2, 137),
+    "dynamic_rnn, training": Counts(76, 0, 2, 138),
+    "ragged, training": Counts(113, 0, 17, 165),
+    "scan": Counts(14, 0, 2, 15),
+    "counted loop": Counts(12, 0, 2, 13),
+    "map_fn": Counts(1, 0, 2, 2),
+    "Newton": Counts(19, 0, 7, 20),
+    "attention": Counts(9, 0, 2, 10),
+    "Tree-LSTM, training": Counts(137, 0, 37, 148),
+}
+"""Without CUDA graphs. A figure that falls is news for the changelog; one that rises needs a reason."""
+
+CAPTURED: Final = {
+    **LAUNCHED,
+    "counted loop": Counts(0, 1, 4, 2),
+    "attention": Counts(0, 1, 4, 2),
+}
+"""With ``cuda_graphs=True``."""
+
+OBSTACLES: Final = {
+    "MLP, adam": "(variable_read, ",
+    "LSTM, training": "(moving_saved_values, ",
+    "dynamic_rnn, training": "(tensor_array, ",
+    "ragged, training": "(moving_saved_values, ",
+    "scan": "(tensor_array, ",
+    "map_fn": "without gain",
+    "Newton": "without gain",
+    "Tree-LSTM, training": "(variable_read, ",
+}
+"""What the plan says of the first region of each program that is not captured."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("expected", [LAUNCHED, CAPTURED], ids=["launched", "captured"])
+def test_a_run_asks_as_much_of_a_card_as_the_table_says(name: str, expected: dict[str, Counts]) -> None:
+    with stand_in(devices=1, nbytes=64 << 20) as cupy:
+        found = asyncio.run(found_for(PROGRAMS[name], cupy, cuda_graphs=expected is CAPTURED))
+    assert found.counts == expected[name]
+    if expected is CAPTURED:
+        said = OBSTACLES.get(name, "becomes a CUDA graph for each kind of inputs that comes again: 1 made")
+        assert said in found.reasons[0]
+        assert (found.counts.graphs > 0) is (name not in OBSTACLES)
+
+
+def test_allocations_are_counted_while_they_are_asked_for() -> None:
+    with stand_in(devices=1) as cupy:
+        pool = CudaPool(cupy, 0, "cuda:0")
+        held = [pool.malloc(8)]
+        with counting_allocations() as allocations:
+            held += [pool.malloc(8), pool.malloc(0)]
+        held.append(pool.malloc(8))
+        assert allocations.count == 2
+        del held
