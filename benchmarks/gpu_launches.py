@@ -122,10 +122,11 @@ def _dynamic_rnn(lengths: Sequence[int] | None) -> Program:
         state = cell(x, *state)
         return state[0], state
 
+    given = None
     if lengths is not None:
         given = af.placeholder("int64", (BATCH,), name="lengths")
         feeds[given] = np.asarray(lengths)
-    outputs, _ = af.nn.dynamic_rnn(step, xs, (zeros, zeros), None if lengths is None else given)
+    outputs, _ = af.nn.dynamic_rnn(step, xs, (zeros, zeros), given)
     return _trained(af.mean(af.square(outputs)), weights, feeds)
 
 

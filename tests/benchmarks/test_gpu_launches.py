@@ -1,4 +1,4 @@
-"""What ten ordinary programs ask of a card, on the stand-in: the table of ``python -m benchmarks.gpu_launches``."""
+"""The table of ``python -m benchmarks.gpu_launches``: calls of a card in ten ordinary programs, on the stand-in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCHED: Final = {
     "attention": Counts(9, 0, 2, 10),
     "Tree-LSTM, training": Counts(137, 0, 37, 148),
 }
-"""Without CUDA graphs. A figure that falls is news for the changelog; one that rises needs a reason."""
+"""Without CUDA graphs. A figure that falls is news for the changelog; a rise needs a reason."""
 
 CAPTURED: Final = {
     **LAUNCHED,
@@ -42,7 +42,7 @@ OBSTACLES: Final = {
     "Newton": "without gain",
     "Tree-LSTM, training": "(variable_read, ",
 }
-"""What the plan says of the first region of each program that is not captured."""
+"""Words of the plan about the first region of each program that is not captured."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
