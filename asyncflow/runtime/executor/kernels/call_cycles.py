@@ -11,7 +11,8 @@ a run that calls the other one.
 
 The last call to come closes the cycle, and gets the error. So only a call inside an attempt has to look, before it
 waits. An attempt with a `timeout=` ends by itself, as does a run with a deadline: neither counts as stuck. A run that a
-function asks for counts as awaited by the function, since nothing tells the two apart in a thread.
+function asks for counts as awaited by the function, also if it is a task of its own. The function may await the task
+later, and no event tells of that: a cycle that is closed by such an await would hang without an error.
 """
 
 from __future__ import annotations
