@@ -231,7 +231,7 @@ async def test_what_shared_work_gave_is_in_the_record(
 async def test_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
     open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Behaviour 78: a pool gives a TensorArray, which no record holds."""
+    """Behaviour 78: a pool gives a RowStore, which no record holds."""
     calls: list[int] = []
 
     @af.op(outputs=af.spec("int64", ()), pure=True)
@@ -240,10 +240,10 @@ async def test_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
         return x
 
     with af.Graph() as graph:
-        store = af.TensorArray("int64", 6, element_shape=())
+        store = af.RowStore("int64", ())
         _, found = af.while_loop(
             lambda i, store: i < 6,
-            lambda i, store: (i + 1, store.write(i, i)),
+            lambda i, store: (i + 1, store.append(af.expand_dims(i, axis=0))),
             (look(af.constant(0)), store),
             pool=af.Pool(4),
         )
@@ -253,7 +253,7 @@ async def test_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
         await until(lambda: len(asyncio.all_tasks()) == 1)
     assert "cannot be replayed: what while was given is not in the record" in caplog.text
     calls.clear()
-    with pytest.raises(af.ReplayError, match=r"holds no TensorArrays, .*\n  built at .*test_replay"):
+    with pytest.raises(af.ReplayError, match=r"holds no RowStores, .*\n  built at .*test_replay"):
         await af.replay(path, graph)
     assert not calls
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow.control.stores.array_store import ArrayKind
+from asyncflow.control.stores.array_value import ArrayContent, ArrayValue
 from asyncflow.devices.protocol import Deliver
 from asyncflow.devices.values import DeviceValue
-from asyncflow.runtime.session.record import Record
+from asyncflow.graph.values.dtypes import float32
+from asyncflow.runtime.session.record import Record, _read_answer, _written_answer
 from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd
 
 VALUES: dict[str, Any] = {
@@ -166,3 +170,61 @@ async def test_runs_that_waited_for_their_plan_have_their_own_numbers(tmp_path: 
     assert {Record.load(path).run for path in paths} == {1, 2, 3}
     for path in paths:
         await af.replay(path)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+async def test_tensor_arrays_of_a_pool_are_replayed_bit_for_bit(tmp_path: Path, *, clears: bool) -> None:
+    """Behaviour 78: elements of several shapes, an element that is not written, and elements that were read before."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (None,), name="x")
+        arrays = [
+            af.TensorArray("float32", 6, element_shape=(None,), clear_after_read=clears),
+            af.TensorArray("float32", 6, element_shape=(), clear_after_read=clears),
+            af.TensorArray("bfloat16", 0, element_shape=(2,), dynamic_size=True),
+        ]
+        read = af.TensorArray("int64", 4, element_shape=(), clear_after_read=clears).unstack([3, 1, 4, 1])
+
+        def body(i: af.Tensor, grown: af.Tensor, *stores: af.TensorArray) -> Any:
+            a, b, c, d = stores
+            b = b.write(i, grown[0] * af.astype(d.read(i), "float32"))
+            c = c.write(i, af.astype(grown[:1] + np.array([1, 2], np.float32), "bfloat16"))
+            return i + 1, af.concat([grown, x[:1]]), a.write(i, grown), b, c, d
+
+        _, _, a, b, c, d = af.while_loop(
+            lambda i, *_: i < 3,
+            body,
+            (0, af.exp(x), *arrays, read),
+            shape_invariants=((), (None,), None, None, None, None),
+            pool=af.Pool(4),
+        )
+        fetches = [*(a.read(i) for i in range(3)), b.stack(), c.stack(), d.read(3), d.size()]
+    path = tmp_path / "run.json"
+    async with af.Session(graph) as session:
+        fetched = await session.run(fetches, {x: np.array([-0.0, 2.5, 1e-30], np.float32)}, record=path)
+    again = (await af.replay(path, graph)).values()
+    for one, other in zip(fetched, again, strict=True):
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_content_of_a_tensor_array_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    """Behaviour 78: nothing of a file is believed that cannot be."""
+    array = ArrayValue.create(np, ArrayKind(float32, (2,), dynamic_size=True, clear_after_read=True), 0)
+    array = array.write(0, np.array([1, 2], np.float32)).write(2, np.array([3, 4], np.float32))
+    array.read(0)
+    content = array.content()
+    assert content is not None
+    kind, written = _written_answer((content, np.int64(3)))
+    (found, _) = cast("tuple[ArrayContent, object]", _read_answer(kind, json.loads(json.dumps(written))))
+    assert (found.kind, found.size, found.common, list(found.elements)) == (content.kind, 3, ((2,),), [0, 2])
+    again = found.value()
+    with pytest.raises(ValueError, match="is read a second time"):
+        again.read(0)
+    assert again.element_shape(0).tolist() == [2]
+    assert again.read(1).tolist() == [0, 0]
+    assert again.read(2).tolist() == [3, 4]
+    (_, text), _ = cast("list[tuple[str, str]]", written)
+    with pytest.raises(ValueError, match="no TensorArray of"):
+        _read_answer("array", text.replace("float32", "float64", 1))
+    array.close()
+    assert array.content() is None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
 from asyncflow.control.stores.array_store import (
     SCALAR_KINDS,
     ArrayKind,
+    Block,
     Common,
     Element,
     Family,
@@ -19,9 +20,64 @@ from asyncflow.control.stores.array_store import (
     item,
     widen,
 )
+from asyncflow.graph.text.parse import parse_value
+from asyncflow.graph.text.text import Printer
 from asyncflow.graph.values.dtypes import dtype_name
 from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array, Namespace
+
+
+class ArrayContent(NamedTuple):
+    """All that a state of an array on the host holds, as plain values: for a record of a run.
+
+    Attributes:
+        kind: properties of the array.
+        size: number of elements, written or not.
+        common: the shape common to all elements that were written.
+        elements: written elements by index; of an element that was read for the last time, its shape.
+    """
+
+    kind: ArrayKind
+    size: int
+    common: Common
+    elements: Mapping[int, Array | tuple[int, ...]]
+
+    def text(self) -> str:
+        """Return the text of the content: properties, then a column of indices and a column of values."""
+        kind, common = self.kind, self.common
+        found = (
+            *(Spec(kind.dtype, kind.element_shape), kind.dynamic_size, kind.clear_after_read, self.size),
+            None if common is None else Spec(kind.dtype, common[0]),
+            *(tuple(self.elements), tuple(self.elements.values())),
+        )
+        return Printer().value(found)
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the content that has such a text.
+
+        Raises:
+            ValueError, TypeError, AttributeError, GraphError: it is the text of something else.
+        """
+        found = cast("tuple[Spec, bool, bool, int, Spec | None, Sequence[int], Sequence[Any]]", parse_value(text))
+        spec, dynamic_size, clear_after_read, size, common, numbers, values = found
+        # An element that was read for the last time has a shape alone.
+        if not all(isinstance(each, tuple) or getattr(each, "dtype", None) == spec.dtype for each in values):
+            raise ValueError(f"no TensorArray of {spec} has elements {values!r:.50}")
+        kind = ArrayKind(spec.dtype, spec.shape, dynamic_size, clear_after_read)
+        elements = dict(zip(numbers, values, strict=True))
+        return cls(kind, size, None if common is None else (common.shape,), elements)
+
+    def value(self) -> ArrayValue:
+        """Return such a state, in a store of its own."""
+        # Without a block: elements are kept one by one, so that each has the bits of the record.
+        store = Store(np, self.kind, Family(in_block=False))
+        for index, found in self.elements.items():
+            element = store.elements[index] = Element(None if isinstance(found, tuple) else found, 0)
+            if isinstance(found, tuple):
+                element.shape = found
+        return ArrayValue(store, 0, self.size, self.common)
 
 
 class ArrayValue:
@@ -67,6 +123,25 @@ class ArrayValue:
         self._store.family.in_block = False
         return self
 
+    def content(self) -> ArrayContent | None:
+        """Return copies of all elements; None unless all of them are on the host, and the array is open."""
+        store, found = self._store, dict[int, Array | tuple[int, ...]]()
+        # Copies, as a reader that is the last one may own the memory of an element and write to it.
+        with store.family.lock:
+            if store.xp is not np or store.family.is_closed:
+                return None
+            rows = store.rows_at(self._version)
+            for index in range(0 if rows is None else rows.count):
+                assert rows is not None
+                found[index] = rows.shape if rows.taken[index] else rows.row(index).copy()
+            # Versions above this state's belong to later writes, which may have come from another thread.
+            for index, element in store.elements.items():
+                value = element.value
+                value = value.row(index) if isinstance(value, Block) else value
+                if element.version <= self._version:
+                    found[index] = element.shape if value is None else value.copy()
+        return ArrayContent(self.kind, self.size, self._common, found)
+
     def current_size(self) -> int:
         """`size`, checked: an array that was closed has none."""
         self._store.require_open()
@@ -77,6 +152,7 @@ class ArrayValue:
         store = self._store
         with store.family.lock:
             store.family.is_closed = True
+            # Copies of the store share its elements, so each element lets go of its value.
             for element in store.elements.values():
                 element.value = None
             if store.block is not None:
@@ -109,6 +185,7 @@ class ArrayValue:
         with store.family.lock:
             store.require_open()
             target = store.newest_at(self._version)
+            # Any written element is in the way: rows are all of the array.
             target.require_unwritten(next(iter(target.elements), 0))
             target.latest += 1
             target.rows = Rows(values, target.latest)
@@ -130,6 +207,7 @@ class ArrayValue:
         size = self._size_of_all(len(counts), "split", "lengths")
         pieces, start = [], 0
         for index, count in enumerate(counts):
+            # Before any piece is kept, so that a state never has a part of them.
             self._check_shape((count, *values.shape[1:]), index)
             pieces.append((index, values[start : start + count]))
             start += count
@@ -145,6 +223,7 @@ class ArrayValue:
             version, elements = target.latest, target.elements
             for index, value in items:
                 target.require_unwritten(index)
+                # The first element tells of what shape the others probably are.
                 if not elements and not keep:
                     target.block = target.new_block(size, value)
                 block = target.block
@@ -208,6 +287,7 @@ class ArrayValue:
         if not 0 <= index < self.size:
             raise IndexError(f"cannot read element {index} of a TensorArray of size {self.size}")
         store = self._store
+        # Only a read that frees the element needs the lock: other threads may read it at the same time.
         if store.kind.clear_after_read:
             with store.family.lock:
                 value = store.find(index, self._version, keeps=keeps)

@@ -18,6 +18,7 @@ import numpy as np
 
 from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
+from asyncflow.control.stores.array_value import ArrayContent
 from asyncflow.devices.values import is_array
 from asyncflow.errors import GraphError, ReplayError
 from asyncflow.graph.graph import Graph
@@ -137,7 +138,7 @@ class Record:
     def why_it_lacks(self, node: str) -> str:
         """Return the message for a node that `lacks` names."""
         return (
-            f"what {node} was given is not in the record, which holds no TensorArrays, no values of a simulation of "
+            f"what {node} was given is not in the record, which holds no RowStores, no values of a simulation of "
             f"shapes, and none of a card that was lost\n  built at {self.lines.get(node, 'an unknown line')}"
         )
 
@@ -246,6 +247,7 @@ async def _recorded(
             placement=log.placement,
             checksums=[checksum(value) for value in leaves],
         )
+        # On a thread: records of long runs have many megabytes.
         await call_beside(record.save, path)
         if (missing := record.lacks()) is not None:
             _log.warning("%s cannot be replayed: %s", path, record.why_it_lacks(missing))
@@ -323,7 +325,14 @@ def _written_answer(answer: object) -> tuple[str, object]:
         return "calls", [_written_outcome(outcome) for outcome in answer.outcomes]
     if isinstance(answer, OnCard):
         return "card", (_written(answer.outputs), answer.placed)
-    return ("refusal", answer) if isinstance(answer, RecordedEnd) else ("value", _written(answer))
+    if isinstance(answer, RecordedEnd):
+        return "refusal", answer
+    if isinstance(answer, ArrayContent):
+        return "array", answer.text()
+    # A content is a tuple itself, and the text form of values has no place for it.
+    if isinstance(answer, tuple) and any(isinstance(each, ArrayContent) for each in answer):
+        return "values", [_written_answer(each) for each in answer]
+    return "value", _written(answer)
 
 
 def _written_outcome(outcome: Outcome) -> tuple[str, object]:
@@ -335,6 +344,7 @@ def _written_outcome(outcome: Outcome) -> tuple[str, object]:
 def _read_answer(kind: str, found: object) -> object:
     if kind in ("computed", "elsewhere"):
         return COMPUTED if kind == "computed" else ELSEWHERE
+    # Kinds that this release does not know fail below, as they are no text of a value.
     if kind == "refusal":
         return RecordedEnd(*cast("tuple[str, str, int]", found))
     if kind == "calls":
@@ -343,11 +353,16 @@ def _read_answer(kind: str, found: object) -> object:
         return log
     if kind == "card":
         return _read_on_card(*cast("tuple[str, Sequence[int]]", found))
+    if kind == "array":
+        return ArrayContent.read(cast("str", found))
+    if kind == "values":
+        return tuple(_read_answer(*each) for each in cast("list[tuple[str, object]]", found))
     return parse_value(cast("str", found))
 
 
 def _read_on_card(written: str, placed: Sequence[int]) -> OnCard:
     outputs = parse_value(written)
+    # A damaged record must not place a string or a number on a card, where the error would name no file.
     arrays = outputs if isinstance(outputs, tuple) else (outputs,)
     if not placed or not all(index in range(len(arrays)) and is_array(arrays[index]) for index in placed):
         raise ValueError(f"no card has outputs {placed!r:.50} of {len(arrays)}")

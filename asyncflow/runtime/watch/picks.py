@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from asyncflow.compiler.plan import Kind, PlanNode
+from asyncflow.control.stores.array_value import ArrayContent, ArrayValue
 from asyncflow.devices.protocol import Device, Placed
 from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
@@ -41,7 +43,7 @@ UNANSWERED: Final = object()
 """In place of an answer: the recorded run has ended before one came."""
 
 ELSEWHERE: Final = object()
-"""In place of an answer: it has no copy on the host, such as a TensorArray, or a value of a card that is lost."""
+"""In place of an answer: it has no copy on the host, such as a RowStore, or a value of a card that is lost."""
 
 
 class Tagged(Protocol):
@@ -164,7 +166,10 @@ class PickLog:
     def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
         """Record the answer to a firing."""
         if asks_others(node.source):
-            self.answers[place] = ELSEWHERE if self.picks[place].checksum is None else _copied(result)
+            copied = _copied(result)
+            plain = [not isinstance(each, ArrayContent) for each in _outputs_of(copied)]
+            is_whole = checksum(tuple(compress(_outputs_of(copied), plain))) is not None
+            self.answers[place] = copied if is_whole else ELSEWHERE
             self._bring(place, result, device)
         elif place in self._calls:
             self.answers[place] = self._calls[place]
@@ -336,7 +341,7 @@ class PickGuide(PickLog):
             return COMPUTED
         if isinstance(found, RecordedEnd):
             raise found.error()
-        return found
+        return _given(found)
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
         """Return the recorded results of a firing's calls of user functions."""
@@ -366,11 +371,25 @@ class PickGuide(PickLog):
         )
 
 
+def _outputs_of(result: object) -> Sequence[object]:
+    # A content of an array is a tuple, too.
+    return result if isinstance(result, tuple) and not isinstance(result, ArrayContent) else (result,)
+
+
 def _copied(result: Value) -> Value:
     """Return a result that stays unchanged when the memory of this one is used again."""
     if isinstance(result, tuple):
         return tuple(map(_copied, result))
+    if isinstance(result, ArrayValue):
+        return result.content() or result
     return result.copy() if isinstance(result, np.ndarray) else result
+
+
+def _given(answer: object) -> object:
+    """Return the answer to give again: its arrays have stores of their own, as elements may be read only once."""
+    if isinstance(answer, ArrayContent):
+        return answer.value()
+    return tuple(map(_given, answer)) if isinstance(answer, tuple) and not isinstance(answer, OnCard) else answer
 
 
 def checksum(result: Value) -> int | None:
