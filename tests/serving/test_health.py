@@ -11,6 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow import serving
+from asyncflow.serving.responses import Message, Receive, Send, send_response
 from tests.faults.kernels import CoroutineGate, until
 from tests.patience import PATIENCE_S
 from tests.serving.clients import answer, health
@@ -53,6 +54,52 @@ async def test_a_full_queue_is_not_ready_and_alive() -> None:
         assert await health(serving.livez(life)) == (200, [])
         gate.opened.set()
         assert await asyncio.gather(*runs) == [2] * 4
+
+
+async def test_a_probe_is_answered_in_two_passes_of_the_loop_in_a_storm_of_requests() -> None:
+    """A probe waits behind the callbacks of the others once, and behind no run, place or turn."""
+    gate = CoroutineGate()
+    with af.Graph() as graph:
+        x = af.placeholder("int64", ())
+        y = gate.op(x) + 1
+    session = af.Session(graph, max_runs=2, max_queued=100)
+    life = serving.lifespan(session)
+    probe = serving.livez(life)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/livez":
+            await probe(scope, receive, send)
+        else:
+            await session.run(y, {x: np.int64(1)})
+            await send_response(send, 200, {}, b"")
+
+    edge, passes, numbers = life.shed(app, hold_s=0), 0, list[int]()
+
+    def count() -> None:
+        nonlocal passes
+        passes += 1
+        if not all(client.done() for client in clients):
+            loop.call_soon(count)
+
+    async def is_live() -> None:
+        before = passes
+        assert (await answer(edge, path="/livez")).status == 200
+        numbers.append(passes - before)
+
+    async with life():
+        await ready(life)
+        loop = asyncio.get_running_loop()
+        clients = [asyncio.ensure_future(answer(edge)) for _ in range(256)]
+        loop.call_soon(count)
+        await is_live()
+        await until(lambda: session.statistics().queued == 100)
+        for _ in range(3):
+            await is_live()
+        gate.opened.set()
+        await is_live()
+        statuses = [client.status for client in await asyncio.gather(*clients)]
+        assert statuses.count(200) == 102
+    assert max(numbers) <= 2
 
 
 async def test_an_event_loop_that_lags_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
