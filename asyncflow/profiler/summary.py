@@ -127,6 +127,7 @@ class Summary:
 
 def summarize(trace: Trace) -> Summary:
     """Count and add up the firings of ``trace``."""
+    # As the lanes have them: each starts before it ends, also if it was cancelled before its kernel began.
     first, last = time_bounds(trace)
     lanes = firing_lanes(trace)
     firings = [firing for lane in lanes for firing in lane.firings]
@@ -196,7 +197,7 @@ def align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int
     """
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    table.insert(1, tuple("-" * width for width in widths))
+    table.insert(1, tuple("-" * width for width in widths))  # last, as a row of dashes has the widths themselves
     lines = []
     for row in table:
         cells = (
@@ -217,7 +218,7 @@ def _summarize_streams(lanes: Iterable[TimelineLane], wall_ns: int) -> Iterable[
             firings=sum(len(row.firings) for row in rows),
             busy_ns=busy,
             busy_fraction=busy / wall_ns if wall_ns else 0.0,
-            max_concurrency=len(rows),
+            max_concurrency=len(rows),  # a stream has a second lane only where firings overlap
         )
 
 
@@ -241,6 +242,7 @@ def _summarize_devices(trace: Trace, lanes: Sequence[TimelineLane]) -> tuple[Dev
                 device=device,
                 compute_ns=compute,
                 copy_ns=copy,
+                # What both unions count, the union of both counts once.
                 hidden_copy_ns=compute + copy - _union_ns(computing + copying),
                 peak_nbytes=peaks[device],
             )
@@ -261,6 +263,7 @@ def _summarize_transfers(trace: Trace) -> tuple[TransferSummary, ...]:
 def _union(spans: Iterable[Span]) -> list[Span]:
     """The same time as spans of which none touches another, by start; it begins at 0."""
     found: list[Span] = []
+    # By start, so a span can only reach into the latest one of the union, and never into one that was closed.
     first = last = 0
     for start, end in sorted(spans):
         if start > last:
@@ -285,6 +288,8 @@ def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
     awaiting = [(f.started_ns, f.ended_ns) for f in firings if f.stream == "async"]
     queueing = [(f.queued_ns, f.started_ns) for f in firings if f.queued_ns is not None]
     runs = [(run.started_ns, run.ended_ns) for run in trace.runs]
+    # Each activity has what it adds to the union of those before it. The union is carried on, with few spans, in place
+    # of all spans of all activities.
     spans: list[Span] = []
     reached = [0]
     for more in (computing, awaiting, queueing, runs):
@@ -305,6 +310,9 @@ class _Tally:
 
 
 def _summarize_nodes(firings: Sequence[Firing]) -> tuple[NodeSummary, ...]:
+    # A loop that gave way, or a function that was tried again, has a firing in the trace for each time: part 0, 1, and
+    # so on. They count as one firing, whose time is their sum. Lanes do not have the parts in their order, and the
+    # trace's capacity may have dropped part 0. So all others find their places first, and then the parts by number.
     tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
     later = sorted([firing for firing in firings if firing.part], key=lambda firing: firing.part)
     running: dict[tuple[int, str, str, str], int | None] = {_whole(firing): None for firing in later}
@@ -315,7 +323,7 @@ def _summarize_nodes(firings: Sequence[Firing]) -> tuple[NodeSummary, ...]:
         if firing.iterations:
             tally.iterations += firing.iterations
         if not firing.part:
-            if running and _whole(firing) in running:
+            if running and _whole(firing) in running:  # most traces have no parts, and make no keys
                 running[_whole(firing)] = len(tally.times)
             tally.times.append(firing.ended_ns - firing.started_ns)
     for firing in later:
@@ -411,6 +419,7 @@ def _transfer_table(summary: Summary) -> str:
 
 def _node_table(summary: Summary, top: int) -> str:
     shown = summary.nodes[:top]
+    # Only programs with limits or offloaded kernels wait; other tables are narrower by a column.
     has_queued = any(node.queued_ns for node in shown)
     rows = [
         (

@@ -25,6 +25,7 @@ from asyncflow.serving.responses import status_code
 SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets of times."""
 _SIZES: Final = tuple(2.0**power for power in range(11))
+# A blocked loop is noticed within this time; four callbacks a second cost nothing that can be measured.
 _TICK_S: Final = 0.25
 _OTHER: Final = "other"
 _LIMIT_COUNTS: Final = {
@@ -80,6 +81,7 @@ class _Histogram:
 
     def observe(self, value: float, times: int = 1) -> None:
         self.sum += value * times
+        # Each observation is in one bucket here; Prometheus wants each bucket with those below it, which `sample` adds.
         self.counts[bisect_left(self.bounds, value)] += times
 
     def sample(self, labels: Mapping[str, str]) -> Sample:
@@ -107,7 +109,7 @@ class _FunctionCounts:
 
 
 class Metrics:
-    """Counts the runs of a session, by `Session.observe`, while this is entered with ``async with``.
+    """Count the runs of a session, by `Session.observe`, while this is entered with ``async with``.
 
     A run costs some microseconds more then. Runs are told apart by the name of the first thing that they fetch.
 
@@ -149,40 +151,42 @@ class Metrics:
 
     def _ticks(self, loop: asyncio.AbstractEventLoop, due_s: float | None) -> None:
         now = loop.time()
+        # A callback comes late by as long as another one, or the garbage collector, held the loop.
         self._lag_s = 0.0 if due_s is None else max(0.0, now - due_s)
         self._tick = loop.call_later(_TICK_S, self._ticks, loop, now + _TICK_S)
 
-    # -- what it is told -----------------------------------------------------------------------------------------
+    # -- observing -----------------------------------------------------------------------------------------------
 
     def run_began(self, run: ObservedRun) -> None:
         """Do nothing: a run is counted when it ends."""
 
     def run_ended(self, run: ObservedRun) -> None:
-        """Counts a run."""
+        """Count a run."""
         assert run.ended_s is not None
         fetch = _labelled(self._fetches, run.label, self._most_labels, _FetchCounts)
         end = (run.status, status_code(run.error))
         fetch.ended[end] = fetch.ended.get(end, 0) + 1
         fetch.duration.observe(run.ended_s - run.asked_s)
+        # A run that was refused, or left the queue, has waited to its end and has not computed.
         fetch.queue.observe((run.ended_s if run.started_s is None else run.started_s) - run.asked_s)
         if run.started_s is not None:
             fetch.compute.observe(run.ended_s - run.started_s)
 
     def batch_ended(self, batch: ObservedBatch) -> None:
-        """Counts a call of a batched function."""
+        """Count a call of a batched function."""
         function = _labelled(self._batched, batch.function, self._most_labels, _FunctionCounts)
         function.sizes.observe(batch.size)
         function.last = batch.size
-        if batch.error is None:
+        if batch.error is None:  # a call that fails at once would make the function look fast
             function.duration.observe(batch.ended_s - batch.started_s)
 
     def pool_stepped(self, function: str, size: int, steps: int) -> None:
-        """Counts steps of a pooled loop."""
+        """Count steps of a pooled loop."""
         pool = _labelled(self._pooled, function, self._most_labels, _FunctionCounts)
         pool.sizes.observe(size, steps)
         pool.last = size
 
-    # -- what it tells -------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------
 
     def snapshot_threadsafe(self, timeout_s: float = 5.0) -> tuple[Metric, ...]:
         """`snapshot` in any thread.
@@ -190,6 +194,8 @@ class Metrics:
         Raises:
             TimeoutError: the event loop has not answered in time.
         """
+        # The counts change on the event loop alone, without locks, so the loop reads them, too. On the loop's own
+        # thread, to wait for the loop would be to wait for ever.
         if self._loop is None or self._thread_id == threading.get_ident():
             return self.snapshot()
         return asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(timeout_s)
@@ -248,7 +254,7 @@ class Metrics:
         yield _histogram("batch_size", "Members of a call of a batched function.", "function", sizes)
         yield _histogram("batch_duration_seconds", "Times of calls of batched functions.", "function", durations)
         yield _histogram("pool_size", "Activations in a step of a pooled loop.", "function", steps)
-        # A pool whose last activations have ended is not stepped for nobody.
+        # A pool is not stepped once its last activations have ended, so nothing sets the count of rows to 0.
         idle = now.runs == 0
         rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
         yield Metric("asyncflow_pool_rows", "gauge", "Activations in the latest step of a pooled loop.", rows)
@@ -310,6 +316,7 @@ def _labelled(found: dict[str, Counts], label: str, most: int, make: Callable[[]
 
 def _label_in(found: Mapping[str, object], label: str, most: int) -> str:
     """Return the label under which to count: itself, or `_OTHER` if there are too many others."""
+    # A label that was counted by itself goes on so: a counter that fell would look like a restart of the process.
     return label if label in found or len(found) < most else _OTHER
 
 

@@ -12,6 +12,7 @@ from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.building.scopes import name_scope
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext
+from asyncflow.graph.values.dtypes import as_dtype
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.random import random
 
@@ -192,6 +193,18 @@ def test_choice_and_permutation() -> None:
     mixed = draw(random.permutation(x, axis=1))
     assert sorted(mixed[0].tolist()) == [0, 1]
     assert sorted(draw(random.permutation(10)).tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_the_rounding_of_probabilities_is_not_taken_for_a_wrong_sum(dtype: str) -> None:
+    kind = np.float64 if dtype == "float64" else np.float32
+    for seed in range(20):
+        exponentials = np.exp(np.random.default_rng(seed).standard_normal(1000).astype(kind))
+        weights = (exponentials / exponentials.sum()).astype(as_dtype(dtype))
+        assert 0 <= draw(random.choice(1000, p=weights), seed=seed) < 1000
+    twice = np.full(4, 0.5).astype(as_dtype(dtype))
+    with pytest.raises(ValueError, match=r"do not sum to 1"):
+        draw(random.choice(4, p=twice))
 
 
 def test_errors() -> None:

@@ -152,19 +152,13 @@ _UNCOMMENTED: Final = """
     ops/arrays/creation.py
     ops/arrays/manipulation.py
     ops/indexing/indexing.py
-    ops/layers/nn.py
-    ops/matrices/decompositions.py
-    ops/random/random.py
     ops/rows/by_row.py
     ops/rows/rule.py
-    ops/transforms/fft.py
     ops/user/custom.py
     ops/user/from_torch.py
     profiler/picture.py
-    profiler/summary.py
     runtime/session/session.py
     semantics/rules.py
-    serving/metrics.py
     state/queues.py
     state/variables/variable.py
     testing/device_checks.py

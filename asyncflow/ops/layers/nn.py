@@ -32,6 +32,7 @@ def _wide(function: Kernel, *, takes_out: bool = False) -> Kernel:
     def run(x: Array, *rest: Array, out: Array | None = None) -> Value:
         if x.dtype.itemsize >= float32.itemsize:
             return function(x, *rest) if out is None else function(x, *rest, out=out)
+        # `out` is of half precision, so no step in float32 can use it.
         narrowed = function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
         if out is None:
             return narrowed
@@ -50,7 +51,7 @@ def _float_spec(x: Spec) -> Spec:
 def activation(
     name: str, function: Callable[[Namespace, Array], Value], flops: float, cuda: Callable[[UfuncLoop, str], str]
 ) -> Op:
-    """Defines an op of floats that goes element by element.
+    """Define an op of floats that goes element by element.
 
     Args:
         name: of the op.
@@ -106,6 +107,7 @@ def _silu_source(loop: UfuncLoop, x: str) -> str:
 
 
 def _gelu(xp: Namespace, x: Array) -> Value:
+    # At -inf the second factor is 0: with FARTHEST the product is 0, the limit, where -inf would make it NaN.
     return 0.5 * xp.maximum(x, FARTHEST) * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
@@ -178,6 +180,7 @@ def _softmax_spec(x: Spec, *, axis: int) -> Spec:
 def _softmax(xp: Namespace, axis: int, x: Array) -> Value:
     if not x.size:
         return x
+    # With the largest at 0 nothing overflows, and the sum is 1 at least, so that no division is by 0.
     weights = xp.exp(x - x.max(axis=axis, keepdims=True))
     return weights / weights.sum(axis=axis, keepdims=True)
 
@@ -185,6 +188,7 @@ def _softmax(xp: Namespace, axis: int, x: Array) -> Value:
 def _log_softmax(xp: Namespace, axis: int, x: Array) -> Value:
     if not x.size:
         return x
+    # The logarithm of `_softmax` would be -inf where a weight is rounded to 0; here the shift stays outside of it.
     shifted = x - x.max(axis=axis, keepdims=True)
     return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
 
@@ -218,7 +222,7 @@ def _logsumexp_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
 def _logsumexp(xp: Namespace, axis: Axes, keepdims: bool, x: Array) -> Array:
     x = xp.asarray(x)
     axes = normalize_axes(axis, x.ndim)
-    if any(x.shape[i] == 0 for i in axes):
+    if any(x.shape[i] == 0 for i in axes):  # of nothing there is no `max`
         shape = reduced(x.shape, axis, keepdims)
         return xp.full(shape, -np.inf, dtype=x.dtype)
     peak = x.max(axis=axes, keepdims=True)
@@ -387,7 +391,7 @@ def _embedding_spec(table: Spec, ids: Spec) -> Spec:
 
 def _embedding_kernel(xp: Namespace) -> Kernel:
     def look_up(table: Array, ids: Array) -> Array:
-        # GPUs wrap around: to look at the ids is to wait.
+        # On a GPU a negative id counts from the end: to look at the ids would make the host wait for it.
         if xp is np and ids.size and ids.min() < 0:
             raise IndexError(f"id {ids.min()} is below 0: ids are rows, counted from 0")
         return table[ids]

@@ -54,7 +54,7 @@ def _random_op(
     draw: Callable[..., Callable[..., Value]],
     draw_rows: Callable[..., Callable[..., Array | None]] | None = None,
 ) -> Op:
-    """Registers an op.
+    """Register an op that draws.
 
     Args:
         name: behind ``random_``.
@@ -66,6 +66,7 @@ def _random_op(
     def kernel(xp: Namespace, *, seed: int, **attrs: object) -> Kernel:
         return Drawing(draw(**attrs), seed, None if draw_rows is None else draw_rows(**attrs))
 
+    # The shape of the numbers does not depend on the seed, so the rules need not know of it.
     def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
 
@@ -109,6 +110,7 @@ def _seeded(
             raise GraphError(
                 f"the seed of {op.name} is an int, or an integer tensor of rank 0 for each request; got {seed!r}"
             )
+        # The op's own seed keeps two draws of a request apart, which have the same seed of the request.
         arguments = {**attrs, "seed": 0 if own is None else static_int(own, "the second of seed=(tensor, int)")}
         (result,) = apply(SEEDED, seed, *inputs, name=name or op.name, draws=op.name, arguments=arguments)
         if own is None:
@@ -138,7 +140,7 @@ class _Seeded:
 
 
 _NO_RUN = -1
-"""Number in place of the run's, in draws of a request with its own seed."""
+"""Number in place of the run's, in draws of a request with its own seed: they are the same in whichever run."""
 
 
 def _seeded_spec(seed: Spec, *inputs: Spec, draws: str, arguments: Attrs) -> Spec | tuple[Spec, ...]:
@@ -166,7 +168,7 @@ SEEDED = register(
 
 
 def _require(holds: Array | bool, values: Array, rule: str) -> None:
-    """Raises a ValueError that shows the first of `values` for which it does not hold."""
+    """Raise a ValueError that shows the first of `values` for which it does not hold."""
     if not np.all(holds):
         wrong = np.asarray(values)[~np.asarray(holds)]
         raise ValueError(f"{rule}; got {wrong.flat[0]} ({wrong.size} of {np.size(values)} values are wrong)")
@@ -198,6 +200,8 @@ def _float_draw(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> 
 
 
 def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...] | None, kind: type) -> Array:
+    # One value in 22 lies outside and is drawn again. So it depends on the values how many numbers a row takes from its
+    # generator, and the op has no `draw_rows`, by which all rows take as many.
     values = np.asarray(rng.standard_normal(() if shape is None else shape, kind))
     while (outside := np.abs(values) > 2).any():
         values[outside] = rng.standard_normal(int(outside.sum()), kind)
@@ -208,7 +212,7 @@ def _float_rows(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> 
     read, kind = shape_reader(shape), (float64 if dtype == float64 else float32).type
 
     def draw(filled: Filled, count: int, sizes: Sequence[Array], has_rows: Sequence[bool]) -> Array | None:
-        if any(has_rows):
+        if any(has_rows):  # sizes differ from row to row, so there is no one array to fill
             return None
         out = np.empty((count, *read(sizes)), kind)
         return filled(lambda rng, row: sample(rng, None, kind, row), out).astype(dtype, copy=False)
@@ -233,6 +237,7 @@ def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: SeedLike, name: 
 
 
 def _scaled(x: Tensor, factor: TensorLike, offset: TensorLike) -> Tensor:
+    # As ops of their own: gradients reach mean and deviation though a draw has none, and the defaults cost nothing.
     if not (is_weak(factor) and factor == 1):
         x = multiply(x, factor)
     return x if is_weak(offset) and offset == 0 else add(x, offset)
@@ -319,6 +324,7 @@ def uniform(
     """
     in_order = "low and high are finite, and low is not above high"
     _check_known("uniform", in_order, low, high, holds=lambda a, b: np.isfinite(a) & np.isfinite(b) & (a <= b))
+    # With `low` at 0, the usual case, one op is enough; of two numbers the difference is taken here, not in each run.
     from_zero = is_weak(low) and low == 0
     width = high if from_zero else high - low if is_weak(low) and is_weak(high) else subtract(high, low)
     return _scaled(_floats(UNIFORM, shape, dtype, seed, name), width, low)
@@ -338,12 +344,13 @@ def _parameter_op(
     holds: Callable[[Array], Array],
     sample: Callable[[np.random.Generator, Array, tuple[int, ...]], Value],
 ) -> Op:
-    """Registers an op that draws from distributions with one parameter, which is finite and for which `rule` holds."""
+    """Register an op that draws from distributions with one parameter, which is finite and for which `rule` holds."""
 
     def prepare(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
         read = shape_reader(shape)
 
         def draw(rng: np.random.Generator, parameter: Array, *sizes: Array) -> Value:
+            # The samplers take float64 alone, and do not check alike: NaN gives NaN in one, and an error in another.
             wide = np.asarray(parameter).astype(float64)
             _require(np.isfinite(wide) & holds(wide), wide, rule)
             return np.asarray(sample(rng, wide, read(sizes))).astype(dtype, copy=False)
@@ -435,6 +442,7 @@ def _integers_spec(low: Spec, high: Spec, *sizes: Spec, shape: Shape, dtype: DTy
 
 def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
     read, kind = shape_reader(shape), dtype.type
+    # NumPy itself refuses bounds that are not in order.
     return lambda rng, low, high, *sizes: rng.integers(low, high, None if shape == () else read(sizes), kind)
 
 
@@ -473,7 +481,7 @@ def _bernoulli_spec(p: Spec) -> Spec:
 
 def _bernoulli_draw() -> Callable[..., Value]:
     def draw(rng: np.random.Generator, p: Array) -> Value:
-        if not p.ndim and 0 <= p <= 1:
+        if not p.ndim and 0 <= p <= 1:  # one number needs no array; what is not a probability is refused below
             return np.bool_(rng.random() < float(p))
         p = np.asarray(p).astype(float64)
         _require((p >= 0) & (p <= 1), p, "probabilities lie from 0 to 1")
@@ -528,7 +536,7 @@ def _categorical_rows(*, axis: int) -> Callable[..., Array]:
     def draw(filled: Filled, count: int, inputs: Sequence[Array], has_rows: Sequence[bool]) -> Array:
         logits, has_own = inputs[0], has_rows[0]
         uniforms = filled(_uniforms, np.empty((count, *logits.shape[has_own:])))
-        return _category(logits, uniforms, axis if axis < 0 else axis + 1)
+        return _category(logits, uniforms, axis if axis < 0 else axis + 1)  # rows are one more axis, in front
 
     return draw
 
@@ -539,7 +547,8 @@ def _category(logits: Array, uniforms: Array, axis: int) -> Array:
     """
     if not uniforms.shape[axis]:
         raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
-    # The largest of the logits plus Gumbel noise falls on a category with just its probability. Noise is finite.
+    # The largest of the logits plus Gumbel noise falls on a category with just its probability. The noise stays finite:
+    # a uniform number may be 0, whose logarithm is not.
     noise = np.maximum(uniforms, 2.0**-53, out=uniforms)
     np.subtract(1.0, noise, out=noise)
     np.negative(np.log(noise, out=noise), out=noise)
@@ -586,10 +595,24 @@ def _choice_draw(*, shape: Shape, replace: bool, weighted: bool) -> Callable[...
     read = shape_reader(shape)
 
     def draw(rng: np.random.Generator, x: Array, *rest: Array) -> Value:
-        p = rest[0].astype(float64) if weighted else None
+        p = _probabilities(rest[0]) if weighted else None
         return x[rng.choice(len(x), read(rest[weighted:]), replace=replace, p=p)]
 
     return draw
+
+
+_ROOT_OF_BFLOAT16_EPSILON = 2.0**-3.5
+
+
+def _probabilities(p: Array) -> Array:
+    """Return `p` for the generator, which refuses values below 0, and a sum other than 1."""
+    # The sum may be off by the root of the epsilon of their dtype. So float32 goes in as it is: as float64, the weights
+    # of a softmax over 1000 rows would be refused. bfloat16, which NumPy does not know, is scaled here likewise.
+    if p.dtype.kind == "f":
+        return p
+    wide = p.astype(float64)
+    total = wide.sum()
+    return wide / total if abs(total - 1) <= _ROOT_OF_BFLOAT16_EPSILON else wide
 
 
 CHOICE = _random_op("choice", _choice_spec, _choice_draw)
@@ -641,7 +664,7 @@ def permutation(x: TensorLike, /, *, axis: int = 0, seed: SeedLike = None, name:
 
 
 def _rows(x: TensorLike) -> Tensor:
-    if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):
+    if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):  # True is an int, but hardly meant as 1 row
         raise GraphError(f"takes a tensor or an int to choose from, not {x!r}")
     if not is_symbolic(x) and np.ndim(cast("ArrayLike", x)) == 0:
         return arange(x)
