@@ -231,7 +231,7 @@ PROGRAMS: dict[str, tuple[Sequence[Sequence[Op]], int]] = {
 
 def test_every_order_of_elements_is_looked_at() -> None:
     orders = {each for each in vars(element_orders).values() if isinstance(each, type) and hasattr(each, "give_back")}
-    assert {type(order()) for order in ORDERS.values()} == orders - {ElementOrder}
+    assert {type(order()) for order in ORDERS.values()} == orders - {ElementOrder}, "a new order joins ORDERS"
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -668,7 +668,7 @@ def test_every_kind_of_queue_is_looked_at() -> None:
             yield from kinds_below(each)
 
     ours = {each for each in kinds_below(af.Queue) if each.__module__.startswith("asyncflow.")}
-    assert {type(kind.make(9, INT, "q")) for kind in KINDS.values()} == ours
+    assert {type(kind.make(9, INT, "q")) for kind in KINDS.values()} == ours, "a new kind joins KINDS"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,6 +35,12 @@ _LEAST: Final = {
 }
 """The least that each integer may be; devices check their memory limits."""
 
+OF_ITS_PLACE: Final = (
+    *("graph", "devices", "dump", "spill_directory", "plans", "restore"),
+    *("max_runs", "max_queued", "max_queued_bytes"),
+)
+"""Options that make no difference to one run, or mean something on one machine alone: a record leaves them out."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:

@@ -30,7 +30,7 @@ from asyncflow.graph.values import nest
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.user.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.calls.calls import Call
-from asyncflow.runtime.calls.session_options import SessionOptions
+from asyncflow.runtime.calls.session_options import OF_ITS_PLACE, SessionOptions
 from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.table_state import TableCapture, TableState
@@ -55,12 +55,6 @@ _KINDS: Final = (
     | dict.fromkeys(("options", "lines", "placement"), dict)
 )
 """Types of the fields that are read as they are written."""
-
-_OF_ITS_PLACE: Final = (
-    *("graph", "devices", "dump", "spill_directory", "plans", "restore"),
-    *("max_runs", "max_queued", "max_queued_bytes"),
-)
-"""Options that make no difference to one run, or mean something on one machine alone."""
 
 
 class SessionFacts(NamedTuple):
@@ -308,7 +302,7 @@ def _plain_options(options: SessionOptions) -> dict[str, object]:
         # `without` may be a set, which JSON does not have.
         name: list(value) if name == "without" else value
         for name, value in found.items()
-        if name not in _OF_ITS_PLACE
+        if name not in OF_ITS_PLACE
     }
 
 
