@@ -94,7 +94,7 @@ class StateStore:
             del self.awaited[name]
 
     def replace(self, new: Mapping[int, object]) -> None:
-        """Puts states in the place of some of the session's own, by their `id`: plans made from now on use them."""
+        """Put states in the place of some of the session's own, by their `id`: plans made from now on use them."""
         with _lock:
             self.flips += 1
             for serial, (resource, state) in list(self._private.items()):

@@ -60,6 +60,7 @@ from asyncflow.state.elements.queue_places import granted_beside
 from asyncflow.state.mutex import whole_number
 from asyncflow.values import Array, Nest
 
+# By the coroutine that does the same outside of a graph: an error in one of the two places names the other.
 _NODES = {
     "put": "enqueue",
     "put_many": "enqueue_many",
@@ -123,6 +124,7 @@ class Queue(Resource):
         self.capacity = whole_number(capacity, f"{kind}: capacity")
         self.element = spec
         leaves, self._structure = nest.flatten(spec)
+        # In the order of the nest, which inputs and outputs of all nodes have, and arrays in an element.
         self._specs = tuple(_leaf(kind, leaf) for leaf in leaves)
         if not leaves:
             raise GraphError(
@@ -229,7 +231,7 @@ class Queue(Resource):
         if not isinstance(elements, Iterable):
             raise GraphError(f"put_many of queue {self.name!r} takes a list of elements; got {elements!r}")
         state, rows = self._state(session), [self._values(each, "put_many") for each in elements]
-        if rows:
+        if rows:  # nothing to put in waits for no room
             await granted_beside(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
 
     async def get(self, *, session: HasState | None = None) -> Nest:
@@ -289,6 +291,7 @@ class Queue(Resource):
     def _tensor(self, graph: Graph, x: TensorLike, spec: Spec, what: str) -> Tensor:
         if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
             return graph.import_tensor(as_tensor(x))
+        # Numbers and lists have no dtype of their own; what has one is not converted, so as not to lose digits.
         try:
             return constant(x, spec.dtype)
         except GraphError as error:
@@ -336,7 +339,7 @@ class Queue(Resource):
             if spec.shape is None:
                 raise GraphError(f"{verb}: padding needs a known rank; queue {self.name!r} has elements {spec}")
             if open_axes(spec):
-                as_array(each, spec.dtype)
+                as_array(each, spec.dtype)  # raises now, while the line that gave the number is at hand
         return tuple(pads)
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -362,7 +365,7 @@ class Queue(Resource):
                 except GraphError as error:
                     raise told_at(error, f"{part}: queue {self.name!r} holds {spec}") from None
             self._check(Spec(array.dtype, array.shape), spec, part, ".astype")
-            values.append(np.asarray(array))
+            values.append(np.asarray(array))  # a NumPy scalar becomes an array, as elements are
         return tuple(values)
 
     def _first(self, elements: Sequence[Element]) -> Nest:
@@ -382,7 +385,7 @@ class Queue(Resource):
         """An empty queue."""
         return QueueState(self.name, self._order(), self.capacity, self._reserve, self._specs)
 
-    _reserve = 0
+    _reserve = 0  # elements that a dequeue leaves there
 
     def _order(self) -> ElementOrder:
         raise NotImplementedError
@@ -537,6 +540,7 @@ class PaddingQueue(Queue):
     def _order(self) -> ElementOrder:
         if self.bucket_by is None:
             return ArrivalOrder()
+        # Without the queue itself: states are found by their queue, and must not keep it.
         bucket_by, structure = self.bucket_by, self._structure
         return BucketOrder(lambda element: bucket_by(structure.unflatten(element)))
 

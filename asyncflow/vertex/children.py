@@ -59,6 +59,7 @@ def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
             state = broadcast_to(x, spec.shape)
         except ShapeError:
             raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
+        # A tensor is not taken for 0 even if it is a constant: a run can feed another value.
         found.append(LiftedValue(state, has_rows=False, is_zero=not is_symbolic(leaf) and not np.any(leaf)))
     return found
 
@@ -206,6 +207,7 @@ def _static(x: Tensor) -> tuple[int, ...]:
 def _reduced(x: Tensor, children: AllChildren, reduce: str) -> Tensor:
     """Rows of children, reduced to one for each vertex; zeros where there are no children."""
     if reduce == "mean":
+        # In the wide dtype to the end: a sum in float16 could overflow where the mean does not.
         count = children.starts[1:] - children.starts[:-1]
         total = _reduced(in_dtype(x, summed_in(x.dtype)), children, "sum")
         each = reshape(astype(maximum(count, 1), total.dtype), (-1, *(1,) * ((x.ndim or 1) - 1)))

@@ -110,6 +110,7 @@ class Vertex:
         if reduce not in REDUCTIONS:
             raise GraphError(f"v.gather_all(reduce={reduce!r}): reductions are {', '.join(map(repr, REDUCTIONS))}")
         body = self._here("gather_all")
+        # A body of its own, as its rows are children: it is lifted over all children of a set, however many each has.
         each = Subgraph(body, f"{body.label}/each")
         with each:
             child = [each.add_input(spec, "child") for spec in self._function.specs]
@@ -153,6 +154,7 @@ class Vertex:
         if name not in self._pulls:
             known = ", ".join(map(repr, self._pulls)) or "none"
             raise GraphError(f"{self._function} pulls {name!r}, and vertex_map is given {known}")
+        # An input only if it is read: rows that no vertex function reads are not put in order.
         pulls = self._traced.pulls
         if name not in pulls:
             pulls[name] = self._traced.body.add_input(self._pulls[name], f"pull_{name}")
@@ -187,6 +189,7 @@ class Vertex:
 
 
 def _widened(x: Tensor, reduce: str) -> Tensor:
+    # Before the reduction, as NumPy's own sums and means do: added in their own dtype, small integers would wrap.
     dtype = float64 if reduce == "mean" and kind_of(x.dtype) in "biu" else accumulator_dtype(x.dtype)
     return x if dtype == x.dtype else astype(x, dtype)
 
@@ -209,7 +212,8 @@ class VertexFunction:
     """A function of a vertex; made by the decorator `vertex_function`.
 
     Attributes:
-        function: the decorated function.
+        name: of the decorated function; messages and nodes have it.
+        function: the decorated function, checked to take a vertex.
         children: how many a vertex may have; None for any number.
         specs: of the parts of a state.
         structure: their nest.

@@ -145,6 +145,7 @@ def vertex_map(
             in_order = BY_NUMBER if share else order
             plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
             parts = label, functions[0], graph, tensors, state
+            # A part of the batch takes some rows of all: a permutation, whose gradient is the inverse, only the whole.
             maps = [_VertexMap(*parts, plan, share, streams == 1 and not share, steps) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
@@ -257,6 +258,7 @@ class _VertexMap:
         plan = self.schedule
         assert plan.set_types is not None
         (places,) = nonzero(equal(gather(as_tensor(self.graph.types), plan.order), number))
+        # A set is of one type. One of another type has none of these vertices: it starts where it ends.
         own = astype(equal(plan.set_types, number), int64)
         sizes = subtract(self.set_ends, plan.set_starts[:-1])
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
@@ -404,6 +406,7 @@ class _VertexMap:
         return roots, (states, kept)
 
     def _new_stores(self, kinds: Sequence[_VertexKind]) -> _Stores:
+        # Row 0 is the state of a missing child, which is why ranks count from 1, and 0 is no vertex.
         capacity = add(self.size, 1)
         states = [
             RowStore(x.tensor.dtype, x.shape, capacity).append(expand_dims(x.tensor, axis=0)) for x in self.initial
@@ -471,6 +474,7 @@ class _VertexMap:
         wanted = [*kind.traced.scattered, *kind.kept]
         found = [rows.spread(x) for x in lifting.values(kind.traced.body, known, wanted, kind.parts.core)]
         given = found[len(states) :]
+        # Ranks say how long the stores are before and after a set, so gradients need not save it of each iteration.
         sizes = () if is_first else (self.first_ranks[number], self.next_ranks[number])
         return (
             [append_of_known_size(store, x, sizes) for store, x in zip(states, found, strict=False)],

@@ -152,19 +152,12 @@ _UNCOMMENTED: Final = """
     ops/arrays/creation.py
     ops/arrays/manipulation.py
     ops/indexing/indexing.py
-    ops/rows/by_row.py
-    ops/rows/rule.py
     ops/user/custom.py
     ops/user/from_torch.py
     profiler/picture.py
     runtime/session/session.py
     semantics/rules.py
-    state/queues.py
-    state/variables/variable.py
     testing/device_checks.py
-    vertex/children.py
-    vertex/function.py
-    vertex/map.py
     vertex/structure/input_graph.py
 """
 UNCOMMENTED: Final = frozenset(_UNCOMMENTED.split())

@@ -104,6 +104,7 @@ def _op(op: Op | str) -> Op:
 
 
 def _infer(first: Spec, *inputs: Spec, specs: tuple[Spec, ...], **attrs: object) -> tuple[Spec, ...]:
+    # The lifting may not have known how many rows there are, where the shape of their numbers tells by now.
     rows = first.shape[:1] if first.shape else (None,)
     return tuple(Spec(x.dtype, merge(x.shape, (*rows, *x.shape[1:]))) if x.shape else x for x in specs)
 
@@ -164,6 +165,7 @@ def _drawing_kernel(
 
 def _contexts(context: KernelContext, numbers: Array, loops: Sequence[tuple[int, int, int]]) -> RowContexts:
     """Return the contexts of rows, with tags as from `_tag`."""
+    # `_tag` moves numbers without looking at them, so it takes whole columns of them as well.
     columns = _tag(context.tag, [*numbers.T], loops)
     tags = np.empty((len(numbers), len(columns)), np.int64)
     for place, column in enumerate(columns):
@@ -176,12 +178,17 @@ def _tag(
 ) -> tuple[Number, ...]:
     """Return the tag of a row in a loop over rows: the row's numbers stand before the numbers of inner loops.
 
+    Such as ``(5, 7, 2)`` for tag ``(5, 2)``, numbers ``(7,)`` and loops ``((1, 1, 0),)``: row 7 in iteration 2 of a
+    loop inside the rows, in iteration 5 of a loop around them. With ``((1, 1, 1),)`` it is ``(7, 2)``: the loop around
+    brought rows in turn, so its number is left out.
+
     Args:
         tag: of the firing.
         numbers: of the row, outer axes first.
         loops: for each axis the number of its own numbers, of loops inside it, and of surrounding loops that bring its
             rows in turn. Draws of a row do not depend on the numbers of those loops.
     """
+    # The innermost axis first: its numbers go in behind the places of all others, which then stay right.
     found, end = list(tag), len(numbers)
     for width, inside, around in reversed(loops):
         place = len(tag) - inside
@@ -333,6 +340,7 @@ class _RowsOfFiring(Paused):
             except Exception as error:
                 in_row(error, kernel.label, self._numbers[len(results)].tolist())
                 raise
+            # Asked behind a row, so that each part does one at least, and comes to an end with whatever limit.
             if perf_counter_ns() - started > limit_ns:
                 return self
         if len(results) < len(self._numbers):
@@ -372,6 +380,7 @@ def _flops(
     has_rows: Sequence[bool],
     **attrs: object,
 ) -> float:
+    # Without the first input, the numbers of rows, which the called op does not get.
     of_row = [x if x is None or not split else x[1:] for x, split in zip(inputs[1:], has_rows, strict=True)]
     results = [None if x is None else x[1:] for x in outputs]
     flops = _op(calls).flops

@@ -124,6 +124,7 @@ class RowAxis:
 
     def among(self, count: Tensor, numbers: Callable[[], Tensor], extent: int | None = None) -> RowAxis:
         """The axis of some of the rows."""
+        # Without `part`, whose places are of the rows before: `part_of` gives it anew.
         return self._like(count=count, extent=extent, numbers=numbers, part=None)
 
     def part_of(self, whole: RowAxis, places: Tensor) -> RowAxis:
@@ -161,6 +162,7 @@ class RowAxis:
 
     def aligned(self, values: Sequence[LiftedValue]) -> list[Tensor]:
         """Values of known rank to broadcast: row axes meet, and axes behind align from the right, as in single rows."""
+        # A value without rows needs no axis: it is at most of this rank, so it never meets the row axis.
         rank = max(value.rank for value in values)
         return [self.raised(value, rank) if value.has_rows else value.tensor for value in values]
 
@@ -177,6 +179,7 @@ At least one input has rows, unless the op draws random numbers or makes somethi
 where it has no answer.
 """
 
+# By op, or by the name that several ops give as `rows=`; of an op that has both, its own rule holds.
 _rules: dict[Op | Rows | None, RowRule] = {}
 _reasons: dict[Op | Rows | None, str] = {}
 _alike: set[Op | Rows] = set()
@@ -226,6 +229,7 @@ def is_saved(x: Tensor) -> bool:
     """Return True if a value of a body is a store, or has come from one, in which loops save their iterations'
     values.
     """
+    # A loop gives back what it was given, with elements; a branch, what its first body made or was given.
     while isinstance(x.node, StructuredNode):
         node = x.node
         x = (node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results)[x.index]
@@ -242,6 +246,7 @@ def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
     op = node.op
     if op in _each:
         return list(inputs[: len(node.outputs)])
+    # Rows draw numbers of their own also where all that they draw by is common to them.
     own = op.is_random or (op in _always and _always[op](node))
     has_rows = (any(inputs) or own) and op not in _alike
     return [has_rows] * len(node.outputs)
@@ -299,7 +304,7 @@ def _spread_spec(x: Spec, count: Spec, *, extent: int | None) -> Spec:
 
 def _spread_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
     def spread(x: Array, count: Array) -> Array:
-        return xp.broadcast_to(x, (int(count), *x.shape))
+        return xp.broadcast_to(x, (int(count), *x.shape))  # a view with stride 0: no row is copied
 
     return spread
 

@@ -95,7 +95,7 @@ class Variable(Resource, Operators):
         return self.read()
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.read())
+        return iter(self.read())  # one read: by `__getitem__`, as Python does else, each item would be of another
 
     def read(self) -> Tensor:
         """Read the value at this point of the program.
@@ -165,6 +165,7 @@ class Variable(Resource, Operators):
         return constant(x, self.dtype)
 
     def _operand(self, x: TensorLike) -> Tensor:
+        # "V" is the kind of bfloat16. A number that does not fit keeps its own dtype, for `fn` to promote to.
         fits = is_weak(x) and self.dtype.kind in "biufcV" and promoted_dtype([self.dtype, x]) == self.dtype
         return constant(x, self.dtype) if fits else as_tensor(x)
 
