@@ -14,7 +14,7 @@ from copy import copy
 from itertools import islice, product, repeat
 from math import inf
 from time import perf_counter_ns
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -43,6 +43,8 @@ from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.user.results import require_rows
 from asyncflow.values import Array, Kernel, Namespace, Value
+
+_State: TypeAlias = "tuple[Array, Iterator[tuple[Value, ...]], float, list[Any]]"
 
 Number = TypeVar("Number")
 """A number of one row, or of all rows."""
@@ -306,7 +308,26 @@ class RowKernel(PausingKernel):
         columns: list[Iterator[Value]] = [] if told is None else [iter(told)]
         columns += [self._column(x) if own else repeat(x) for x, own in zip(inputs, self._has_rows, strict=True)]
         rows = zip(*columns, strict=False) if columns else repeat(())
-        return _RowsOfFiring(self, numbers, rows, limit_ns).go_on()
+        return self.go_on(numbers, rows, limit_ns, [])
+
+    def go_on(
+        self, numbers: Array, rows: Iterator[tuple[Value, ...]], limit_ns: float, results: list[Any]
+    ) -> Paused | tuple[Array, ...]:
+        """Compute the rows that have no results yet, until all have or calls took longer than `limit_ns`."""
+        of_row, started = self.of_row, perf_counter_ns()
+        left = len(numbers) - len(results)
+        for values in islice(rows, left):  # an input may have more rows than the others: these are never taken
+            try:
+                results.append(of_row(*values))
+            except Exception as error:
+                in_row(error, self.label, numbers[len(results)].tolist())
+                raise
+            # Asked behind a row, so that each part does one at least, and comes to an end with whatever limit.
+            if perf_counter_ns() - started > limit_ns:
+                return _RowsOfFiring(self, (numbers, rows, limit_ns, results))
+        if len(results) < len(numbers):
+            raise ValueError(f"an input has {len(results)} rows; there are {len(numbers)}")
+        return self.stacked(results)
 
     def _column(self, x: Array) -> Iterator[Array]:
         if self._keeps and x.ndim > 1:
@@ -315,6 +336,8 @@ class RowKernel(PausingKernel):
 
     def stacked(self, results: Sequence[Any]) -> tuple[Array, ...]:
         """Stack the results of all rows, with the row axis in front."""
+        if self.single and self._check is None:  # as most functions of users, which may take no longer than this
+            return (_stacked(self._xp, self._specs[0], results),)
         columns: list[Sequence[Any]] = [results] if self.single else list(zip(*results, strict=True))
         columns = columns or [()] * len(self._specs)
         found = [_stacked(self._xp, spec, column) for spec, column in zip(self._specs, columns, strict=True)]
@@ -322,30 +345,15 @@ class RowKernel(PausingKernel):
 
 
 class _RowsOfFiring(Paused):
-    """The rows of one firing, as far as they are computed."""
+    """The rows of one firing, as far as they are computed; `RowKernel.go_on` says what of."""
 
-    __slots__ = ("_kernel", "_limit_ns", "_numbers", "_results", "_rows")
+    __slots__ = ("_kernel", "_state")
 
-    def __init__(self, kernel: RowKernel, numbers: Array, rows: Iterator[tuple[Value, ...]], limit_ns: float) -> None:
-        self._kernel, self._numbers, self._rows, self._limit_ns = kernel, numbers, rows, limit_ns
-        self._results: list[Any] = []
+    def __init__(self, kernel: RowKernel, state: _State) -> None:
+        self._kernel, self._state = kernel, state
 
     def go_on(self) -> Paused | tuple[Array, ...]:
-        kernel, results, limit_ns = self._kernel, self._results, self._limit_ns
-        of_row, started = kernel.of_row, perf_counter_ns()
-        left = len(self._numbers) - len(results)
-        for values in islice(self._rows, left):  # an input may have more rows than the others: these are never taken
-            try:
-                results.append(of_row(*values))
-            except Exception as error:
-                in_row(error, kernel.label, self._numbers[len(results)].tolist())
-                raise
-            # Asked behind a row, so that each part does one at least, and comes to an end with whatever limit.
-            if perf_counter_ns() - started > limit_ns:
-                return self
-        if len(results) < len(self._numbers):
-            raise ValueError(f"an input has {len(results)} rows; there are {len(self._numbers)}")
-        return kernel.stacked(results)
+        return self._kernel.go_on(*self._state)
 
 
 def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
@@ -368,6 +376,8 @@ def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
                 f"results of rows stand side by side, so they need one shape; row 0 gave "
                 f"{format_shape(values[0].shape)}, row {row} gave {format_shape(value.shape)}"
             )
+    if xp is np and values[0].ndim:  # as `stack`, in half the time for few rows
+        return np.concatenate([*map(np.asarray, values)]).reshape(len(values), *values[0].shape)
     return xp.stack([xp.asarray(value) for value in values])
 
 
