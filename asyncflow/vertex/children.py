@@ -186,6 +186,10 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
     # The reduced function is lifted over edges: a row for each child, and the vertex's own values spread to them.
     states = [LiftedValue(x, has_rows=True) for x in children.rows()]
     given = [LiftedValue(children.spread(x.tensor), True) if x.has_rows else x for x in inputs]
+    if "keyed" in node.attrs:  # of shared work: a child's key is that of its vertex, and the child's place
+        place = len(inputs) - len(node.attrs["reads"]) - 1
+        keys = [given[place].tensor, expand_dims(_places(children), axis=1)]
+        given[place] = LiftedValue(concat(keys, axis=1), True)
     known = dict(zip([*each.inputs, *node.attrs["reads"]], [*states, *given], strict=True))
     found = Lifting(edges, f"{node.name}/each").values(each, known, each.results)
     return [_reduced(edges.spread(x), children, node.attrs["reduce"]) for x in found]
@@ -194,8 +198,12 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
 def _edge_numbers(rows: VertexAxis, children: AllChildren) -> Tensor:
     """Return for each child the number of its vertex, and its place among the vertex's children."""
     own = gather(rows.numbers(), children.owners)
-    place = subtract(arange(size(children.owners), dtype=int64), gather(children.starts, children.owners))
-    return concat([own, expand_dims(place, axis=1)], axis=1)
+    return concat([own, expand_dims(_places(children), axis=1)], axis=1)
+
+
+def _places(children: AllChildren) -> Tensor:
+    """Return for each child its place among the children of its vertex."""
+    return subtract(arange(size(children.owners), dtype=int64), gather(children.starts, children.owners))
 
 
 def _static(x: Tensor) -> tuple[int, ...]:

@@ -138,10 +138,9 @@ class SharedSets(SharedCode):
     def _keys(self, numbers: Callable[[], Tensor]) -> dict[Tensor, LiftedValue]:
         """Have the core draw by the keys of vertices, and return these."""
         core = self._parts.core
-        if any(node.op is REDUCE_CHILDREN and draws(node.attrs["each"]) for node in core):
-            raise CannotLift(f"{self.label} cannot be shared: it draws random numbers for each child in gather_all")
         nodes = [node for node in self.traced.body.nodes if node in core]
-        key = draw_by_parameter(self.traced.body, nodes)
+        reduced = [node for node in nodes if node.op is REDUCE_CHILDREN and draws(node.attrs["each"])]
+        key = draw_by_parameter(self.traced.body, nodes, reduced)
         if key is None:
             return {}
         places = numbers()

@@ -287,13 +287,40 @@ async def test_variables_are_read_by_each_run() -> None:
         assert [each.tolist() for each in found] == [[[6.0] * H]] * 3
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+async def test_random_numbers_of_children_equal_the_runs_own(reduce: str, seed: int) -> None:
+    """Each child draws by the key of its vertex and its place, in branches that it takes and in loops that it stays in.
+
+    The vertex itself draws, too, and a variable and a value of the vertex are read for each child.
+    """
+    gate = af.Variable(np.full(H, 0.5), name="gate")
+
+    def noise(h: Any, x: Any) -> Any:
+        h = h * (af.random.uniform((H,), dtype="float64") < gate) + af.random.normal((H,), dtype="float64") * x
+        h = af.cond(h[0] > 0, lambda: h + af.random.normal((H,), dtype="float64"), lambda: h * 0.5)
+        again = lambda i, y: (i + 1, y + af.random.uniform((H,), dtype="float64"))  # noqa: E731
+        return af.while_loop(lambda i, y: (i < 3) & (y[1] < 1.0), again, (0, h))[1]
+
     @af.vertex_function(state=af.spec("float64", (H,)))
     def noisy(v: Any) -> None:
-        v.scatter(v.gather_all(lambda h: h * af.random.uniform((H,), dtype="float64")))
+        x = v.pull()
+        h = v.gather_all(lambda h: noise(h, x[0]), reduce=reduce)
+        v.push(h)
+        v.scatter(af.tanh(h + x[1]) + af.random.uniform((H,), dtype="float64"))
 
-    with pytest.raises(af.GraphError, match=r"noisy cannot be shared: it draws random numbers for each child"):
-        Program(noisy)
+    alone, shared = Program(noisy, share=False, initial=0.0), Program(noisy, initial=0.0)
+    given = [request(30 + 7 * seed + number) for number in range(5)]
+    async with af.Session(alone.graph) as session:
+        expected = [await session.run(alone.fetches, alone.feeds(*each)) for each in given]
+    async with af.Session(shared.graph) as session:
+        found = await asyncio.gather(*(session.run(shared.fetches, shared.feeds(*each)) for each in given))
+    for one, other in zip(expected, found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(af.GraphError, match="one function, and streams=1"):
         Program(slotted, streams=2)
     program = Program(slotted)

@@ -64,14 +64,38 @@ def _next_key(key: Tensor) -> Tensor:
     return concat([key[:-1], add(key[-1:], 1)])
 
 
-def draw_by_parameter(body: Subgraph, nodes: Sequence[Node]) -> Tensor | None:
-    """Have some nodes of a body draw by a key that is a new parameter, and return it; None if none of them draws."""
-    if not any(draws_numbers(each.op) for each in deep(nodes)):
+def draw_by_parameter(body: Subgraph, nodes: Sequence[Node], reduced: Sequence[Node] = ()) -> Tensor | None:
+    """Have some nodes of a body draw by a key that is a new parameter, and return it; None if none of them draws.
+
+    Args:
+        body: the body.
+        nodes: of the body.
+        reduced: of these, the nodes that reduce children by a function that draws.
+    """
+    if not reduced and not any(draws_numbers(each.op) for each in deep(nodes)):
         return None
     with reopened(body):
         key = add_parameter(body, Spec(int64, (None,)), "key", nodes[0].location, 0)
     _draw_by_key(nodes, key, 0)
+    for node in reduced:
+        draw_in_each(node, key)
     return key
+
+
+def draw_in_each(node: Node, key: Tensor) -> None:
+    """Have the function of each child of a node that reduces children draw by a key of the child.
+
+    Args:
+        node: it gets the vertex's key as one more input, after the captures of the function.
+        key: of the vertex.
+    """
+    each: Subgraph = node.attrs["each"]
+    with reopened(each):
+        of_child = add_parameter(each, key.spec, "key", node.location, 0)
+    node.inputs.insert(len(each.captures), key)
+    each.inputs.append(of_child)
+    node.attrs = {**node.attrs, "keyed": True}
+    _draw_by_key(each.nodes, of_child, 0)
 
 
 def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
