@@ -180,6 +180,7 @@ class PlanNode:
     def __post_init__(self) -> None:
         source = self.source
         self.id, self.name, self.single = source.id, source.name, source.single
+        # A plain int, and not a member of the enumeration: the scheduler compares it at every firing.
         self.kind = int(_KINDS.get(source.op, Kind.KERNEL))
         self.position = len(self.frame.nodes)
         self.n_inputs = len(source.inputs)
@@ -376,6 +377,7 @@ class Plan:
         # The object stays, so that prepared runs follow, and its measured cost goes on.
         for mine, theirs in zip(self.partitions, other.partitions, strict=False):
             known, found = mine.nodes, theirs.nodes
+            # Otherwise a time would be given to another node, and be taken for its own until it is measured.
             if [node.name for node in known] == [node.name for node in found]:
                 for node, new in zip(known, found, strict=True):
                     new.cost, new.hold, new.is_suspect = node.cost, node.hold, node.is_suspect
@@ -389,8 +391,8 @@ class Plan:
         devices, the text also gives the reason for each node's device, and counts the values that go from device to
         device. It tells which control flow written by hand stays on one device and why. It lists the products of loops
         that are done for several iterations at once. With CUDA devices, also whether a card runs a loop by itself
-        (`Session(device_while=True)`), and if not, why. A region on a card is launched as CUDA graphs
-        (`Session(cuda_graphs=True)`), whose number by now it gives, or a node, option or rule prevents that.
+        (`Session(device_while=True)`), and if not, why. Of a region on a card it tells how many CUDA graphs launch it
+        by now (`Session(cuda_graphs=True)`). If none can, it names the node, option or rule that prevents them.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
@@ -494,6 +496,7 @@ def _explain(node: PlanNode) -> str:
 
 def _is_small(node: Node) -> bool:
     op = node.op
+    # Small values say how long a kernel takes only of the library's own: a user's function may take any time.
     if op in (REGION, *_CROSSINGS) or op.is_user or op.is_async or op.needs_context:
         return False
     return all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))

@@ -186,6 +186,7 @@ class Op:
 def _facts_of(op: Op) -> frozenset[Fact]:
     """Return the facts about an op; none if it is pure."""
     has_bodies = bool(getattr(op.node_type, "body_names", ()))
+    # By name, as the module that defines them imports this one.
     is_given = op.kernel is None and op.name in ("parameter", "placeholder")
     holds = {
         Fact.JOINS: op.waits_in_line,
@@ -235,6 +236,7 @@ def runs_on_host(node: Node) -> bool:
     Users' functions do, as they are written for NumPy, and all kernels on strings, which only NumPy has.
     """
     op = node.op
+    # The kernel of an async op is called on the event loop, and of a user's op written for NumPy.
     if op.runs_on_host or op.is_async or (op.is_user and not op.takes_any_arrays):
         return True
     # What an array or store holds is among the attributes of the ops on it.
@@ -274,6 +276,7 @@ def register(op: Op) -> Op:
     return op
 
 
+# So that a type checker knows the fields of `Op` as the parameters of `define`, though they are written once.
 def _registering(make: Callable[_P, Op]) -> Callable[_P, Op]:
     def define(*fields: _P.args, **named: _P.kwargs) -> Op:
         return register(make(*fields, **named))
@@ -338,7 +341,7 @@ def derivative(*ops: Op) -> Callable[[Derivative], Derivative]:
 
 
 def gradient_of_first(op: Op, find: Callable[[Node, Tensor], Tensor | None]) -> None:
-    """Makes ``find(node, grad)`` that which reaches the first input of `op`; nothing reaches the others."""
+    """Make ``find(node, grad)`` that which reaches the first input of `op`; nothing reaches the others."""
 
     @derivative(op)
     def rule(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
@@ -362,5 +365,5 @@ def why_not_differentiable(op: Op) -> str | None:
 
 def registered_ops() -> tuple[Op, ...]:
     """Every registered op."""
-    _import_all()
+    _import_all()  # or the answer would depend on what the process has used so far
     return tuple(_ops.values())

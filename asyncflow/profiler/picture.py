@@ -133,6 +133,7 @@ class _Keys:
             last = max((outermost_iteration(firing.tag) or 0 for firing in firings), default=0)
             self._block = 1 if last < MOST_SINGLE else math.ceil((last + 1) / len(PALETTE))
             self._last = last
+            # Up to MOST_SINGLE, colours repeat: neighbours still differ, which is what shows a pipeline.
             names = [self._iterations(number) for number in range(0, last + 1, self._block)]
             self.title = "iteration" if last < len(PALETTE) or self._block > 1 else f"iteration mod {len(PALETTE)}"
             self.colors = dict(zip(names, PALETTE, strict=False)) | {OUTSIDE: GREY}
@@ -198,6 +199,7 @@ def _shared_bar(firings: Sequence[Firing], keys: _Keys, origin: int, column: int
     times: Counter[str] = Counter()
     for firing in firings:
         times[keys.key(firing)] += firing.ended_ns - firing.started_ns
+    # A failed firing shows however short it is beside the others: it is what such a picture is opened for.
     key = ERRORS if ERRORS in times else max(times, key=lambda name: times[name])
     start = firings[0].started_ns
     # A single short firing stays as short as it is, but wide enough to be seen.
@@ -229,6 +231,7 @@ def render_picture(trace: Trace, file_format: Literal["png", "svg"], *, color_by
     tops = _tops(picture.rows)
     depth = tops[-1] + _ROW if tops else _ROW
     height = min(_MAX_INCHES, max(1.8, depth + 1.25, 0.9 + 0.19 * len(picture.legend)))
+    # Without the salt, names inside an SVG are random. A node's name may hold a "$", which is no formula.
     style: dict[Any, Any] = {
         "svg.hashsalt": "asyncflow",
         "svg.fonttype": "none",
@@ -246,7 +249,7 @@ def render_picture(trace: Trace, file_format: Literal["png", "svg"], *, color_by
             (1.0, "ns"),
         )
         axes.set_xlim(0, max(picture.wall_ns, 1) / scale)
-        axes.set_ylim(depth + _GAP / 2, -_GAP / 2)
+        axes.set_ylim(depth + _GAP / 2, -_GAP / 2)  # from top to bottom, as rows are counted
         _draw_rows(axes, picture, tops, scale)
         _draw_frame(axes, picture, unit)
         file = BytesIO()
@@ -288,6 +291,7 @@ def _draw_rows(axes: Any, picture: Picture, tops: Sequence[float], scale: float)
                 zorder=2,
             )
         for bar in row.bars:
+            # In this size of type a letter is about 0.06 inches wide.
             if bar.label and bar.length_ns > room * (0.03 + 0.06 * len(bar.label)):
                 axes.text(
                     (bar.start_ns + bar.length_ns / 2) / scale,

@@ -222,6 +222,7 @@ class Rules:
                 if isinstance(node, CondNode):
                     tensor = node.subgraphs[decided].results[tensor.index]
                 else:
+                    # What the body would have got in the iteration that did not take place.
                     tensor, tag = node.subgraphs[1].inputs[tensor.index], (*tag, decided)
             elif node.op is not PARAMETER:
                 return MISSING
@@ -368,6 +369,8 @@ class Rules:
             self._begin(state, node.body, iteration)
             state.done.add((node, iteration))
             return True
+        # The next predicate begins once the iteration that is `parallel_iterations` before it has ended. A negative
+        # number is of no iteration, and nothing runs inside.
         oldest = (*tag, current + 1 - node.parallel_iterations)
         if self._ahead(state, (node, tag)) or self._runs_inside(state, node, oldest):
             return False

@@ -210,6 +210,7 @@ class _Placer:
         ]
         for value, outer in zip(values[n_vars:], node.captures, strict=True):
             level.problem.values[value].home = home(outer)
+        # Overlapping iterations are laid out one behind the other, as long as that is not too much to simulate.
         n_nodes = len(condition.nodes) + len(body.nodes)
         n_iterations = max(1, min(node.parallel_iterations, _OVERLAPPING, _MOST_UNROLLED // n_nodes))
         variables = values[:n_vars]
@@ -308,6 +309,7 @@ class _Placer:
 
     def peak(self, graph: Graph) -> float:
         """The most bytes live at a time, the nodes run in their order."""
+        # A constant is held from first to last, so it has no last reader that would free it.
         last = {tensor: node for node in graph.nodes for tensor in node.inputs if tensor.node.op is not CONSTANT}
         live = peak = 0.0
         for node in graph.nodes:

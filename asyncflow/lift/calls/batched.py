@@ -194,6 +194,7 @@ class SharedBody(SharedCode):
         self._inputs = tuple(has_rows)
         self._constants = shared_constants({x: outer for outer, x in body.captures.items() if x not in has_rows})
         # At once, so that what cannot be lifted is refused where it is written.
+        # A function of packed rows is one for any number of members: it is told where each begins.
         self.many = self.one if self.is_packed else self._lifted()
 
     def find_parts(self, ragged: RaggedRows, side_by_side: Sequence[bool]) -> None:
@@ -212,6 +213,7 @@ class SharedBody(SharedCode):
     @cached_property
     def staying(self) -> tuple[int, ...]:
         """Places of results that may stay on a device: of all but counters and predicates."""
+        # These are looked at by the host, to branch by them or to count: left there, each would be waited for.
         return tuple(k for k, spec in enumerate(self.specs) if spec.shape != () or spec.dtype.kind not in "biu")
 
     def _as_written(self, shapes: Sequence[Shape]) -> BodyProgram:
@@ -328,6 +330,7 @@ class SharedBody(SharedCode):
                 extents = (None, *x.shape) if rows and x.shape is not None else x.shape
                 known[x] = LiftedValue(placeholder(x.dtype, extents), rows)
             feeds = tuple(known[x].tensor for x in self._inputs)
+            # `_add_call` has seen to it that one input at least has rows.
             count = shape(feeds[self.has_rows.index(True)])[0]
             found = lift(self._body, known, self._body.results, count, self.label)
         return BodyProgram(graph, feeds, tuple(found))
@@ -561,6 +564,7 @@ def _add_call(
             f"the values "
             f"read from it\n  built at {store.node.location}"
         )
+    # A capture that all runs see alike is fed once for a call; any other is one more row of each member.
     own = body.inputs[: len(given) + (ragged is not None)]
     has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}
     if not any(has_rows.values()):
@@ -610,7 +614,7 @@ def _trace(
     body.closed = True
     if (fault := why_not_shareable(body.walk())) is not None:
         raise GraphError(f"{label} cannot be batched: {fault}")
-    if draws(body):
+    if draws(body):  # by a key of the member's own firing, so that its numbers do not depend on the other members
         try:
             capture_key(body)
         except CannotLift as reason:

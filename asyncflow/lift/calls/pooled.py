@@ -103,6 +103,7 @@ class SharedLoop(SharedCode):
         entering = {x: y for part in (condition, body) for x, y in zip(part.inputs, initial, strict=False)}
         self.is_repeatable = is_repeatable(nodes) and not any(_reads_once(node, entering) for node in nodes)
         self.by_size = any(node.op in _WHOLE or (node.op is SLICE and node.attrs["count"] is None) for node in nodes)
+        # Rows that have ended are computed on in `several`, which a call with an effect would show.
         self.has_several = self.is_repeatable and sum(1 for part in (condition, body) for _ in part.walk()) <= _LARGEST
         self.bodies = condition, body
         self._places = tuple(kept)
@@ -137,6 +138,7 @@ class SharedLoop(SharedCode):
 
     def taking(self, most: int) -> BodyProgram:
         """Return the program from places, and slabs of the first `most` inputs, to the rows at these places."""
+        # One for each `most`: results are the loop variables alone, other rows are all inputs.
         program = self._taking.get(most)
         if program is None:
             with Graph() as graph:
@@ -164,6 +166,7 @@ class SharedLoop(SharedCode):
                 following, emitted = found[: self.n_vars], found[self.n_vars :]
                 (again,) = self._goes_on(given, following, count)
             program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
+        # The program is kept for all versions of the variables; the states are of this one.
         return program._replace(states=self.states)
 
     @built_once
@@ -347,6 +350,7 @@ def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars
     """Raise CannotLift where something would not be the same for each of several activations."""
     for place, has_rows in kept.items():
         x = body.inputs[place]
+        # A store of the loop's own is one for each activation; one from outside would be written for all of them.
         if has_rows and place >= n_vars and x.dtype == VARIANT:
             raise CannotLift(f"{x.name}, which it captures, is a TensorArray or RowStore: make it a loop variable")
         if has_rows and x.shape is None:

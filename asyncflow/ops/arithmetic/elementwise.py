@@ -81,6 +81,7 @@ def _rounding(name: str, doc: str, ufunc: np.ufunc) -> tuple[Op, UnaryFunction]:
 
     def function(x: TensorLike, /) -> Tensor:
         x = as_tensor(x)
+        # Integers are round; NumPy's `rint` would make floats of them.
         return identity(x) if x.dtype.kind in "biu" else apply(op, x)[0]
 
     return op, published(function, __name__, name, doc)
@@ -216,12 +217,12 @@ def clip(x: TensorLike, /, min: TensorLike | None = None, max: TensorLike | None
         min: the least value, which broadcasts with `x`; None for no bound.
         max: the largest value, likewise.
     """
-    if not is_weak(x):
+    if not is_weak(x):  # a Python number has no dtype yet whose range could limit the bounds
         x = as_tensor(x)
         min, max = _within(min, x.dtype, lowest=True), _within(max, x.dtype, lowest=False)
     bounds = [bound for bound in (min, max) if bound is not None]
     x, *limits = promote_operands(x, *bounds)
-    if not bounds:
+    if not bounds:  # only now, as a Python number is a tensor after promotion
         return identity(x)
     if all(kind_of(limit.dtype) == kind_of(x.dtype) for limit in limits):
         dtype = x.dtype
@@ -235,6 +236,7 @@ def _within(bound: TensorLike | None, dtype: DType, *, lowest: bool) -> TensorLi
     """Return `bound`, or the end of an integer `dtype`'s range for a Python integer beyond it."""
     if dtype.kind not in "iu" or type(bound) is not int:
         return bound
+    # Promotion refuses a number that the dtype cannot hold; as a bound it only limits nothing, or all to the end.
     end = int(np.iinfo(dtype).min if lowest else np.iinfo(dtype).max)
     return end if (bound < end if lowest else bound > end) else bound
 
@@ -281,6 +283,7 @@ def pow(x1: TensorLike, x2: TensorLike, /) -> Tensor:
         raise DTypeError(
             f"pow: {base!r} holds integers, which have no power {x2}; convert it to a float dtype with af.astype"
         )
+    # Also on a card, where `pow` may be off in the last bits, and a product is not.
     if x2 == 2 and kind_of(base.dtype) != "b" and exponent.dtype == base.dtype:
         return square(base)
     return binary(POW, base, exponent)

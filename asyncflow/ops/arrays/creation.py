@@ -236,6 +236,7 @@ def arange(
     bounds = promote_operands(start, stop, step)
     found = promoted_dtype(bound.dtype for bound in bounds) if dtype is None else as_dtype(dtype)
     with placed_on(device):
+        # In a run NumPy would raise too, but without the line that built the node.
         step_value = default_value(bounds[2])
         if step_value is not None and step_value.size == 1 and step_value.item() == 0:
             raise GraphError("arange: the step is 0, so the values never reach the stop")
@@ -388,7 +389,7 @@ def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[
                 raise ShapeError(f"meshgrid: takes vectors, not {x!r}")
         axes = list(range(len(vectors)))
         if indexing == "xy":
-            axes[:2] = axes[1::-1]
+            axes[:2] = axes[1::-1]  # also right for a single vector
         columns = [reshape(x, (-1,) + (1,) * (len(axes) - 1 - axis)) for x, axis in zip(vectors, axes, strict=True)]
         return broadcast_arrays(*columns)
 
@@ -425,7 +426,7 @@ def asarray(
 def to_device(x: Tensor, device: str) -> Tensor:
     """`x` on `device`: a node that is placed there."""
     with graph_for(x), placed_on(device):
-        return identity(x)
+        return identity(x)  # a node that is placed there: a copy is made where `x` is elsewhere
 
 
 def from_dlpack(x: SupportsDLPack, /, *, device: str | None = None, copy: bool | None = None) -> Tensor:

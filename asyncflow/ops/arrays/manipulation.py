@@ -183,7 +183,7 @@ def _expand_dims_kernel(xp: Namespace, *, axis: tuple[int, ...]) -> Kernel:
 
 
 def view_op(name: str, infer: Callable[..., Spec], kernel: Callable[..., Kernel]) -> Op:
-    """Defines an op whose result is another name for the memory of its input."""
+    """Define an op whose result is another name for the memory of its input."""
     return define(name, infer, kernel, is_total=True, flops=free, traits=WHOLE_VIEW)
 
 
@@ -219,7 +219,7 @@ def squeeze(x: TensorLike, /, axis: int | tuple[int, ...]) -> Tensor:
 
 
 def _permute_spec(x: Spec, *, axes: tuple[int, ...]) -> Spec:
-    order = normalize_axes(axes, len(axes))
+    order = normalize_axes(axes, len(axes))  # an axis named twice is refused also where the rank is not known
     if x.shape is None:
         return Spec(x.dtype, (None,) * len(axes))
     if len(axes) != len(x.shape):
@@ -253,6 +253,7 @@ def moveaxis(x: TensorLike, source: int | tuple[int, ...], destination: int | tu
     if len(sources) != len(targets):
         raise ShapeError(f"moveaxis: source {source} and destination {destination} must name equally many axes")
     order = [axis for axis in range(tensor.ndim) if axis not in sources]
+    # In ascending order, so that a later insertion does not move an earlier one.
     for target, axis in sorted(zip(targets, sources, strict=True)):
         order.insert(target, axis)
     return permute_dims(tensor, order)
@@ -348,6 +349,7 @@ def _repeat_spec(x: Spec, counts: Spec | None = None, *, repeats: int | None, ax
         return Spec(x.dtype)
     extent = shape[normalize_axis(at, len(shape))]
     each = repeats if counts is None else known_value(counts)
+    # A single count holds for all elements, also as a vector of one.
     longer = None if extent is None or each is None else int(np.broadcast_to(each, extent).sum())
     return Spec(x.dtype, replaced(shape, at, longer))
 
@@ -367,7 +369,7 @@ def _check_counts(counts: Spec, shape: Shape, axis: int) -> None:
 def _repeat_kernel(xp: Namespace, *, repeats: int | None, axis: int | None) -> Kernel:
     if repeats is not None:
         return partial(xp.repeat, repeats=repeats, axis=axis)
-    if xp is np:
+    if xp is np:  # which refuses counts of uint64
         return lambda x, counts: np.repeat(x, counts.astype(int64), axis=axis)
 
     def take(x: Array, counts: Array) -> Array:
@@ -428,7 +430,7 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
     """The shape that `dims` (-1: the rest; None: only the run knows) give to `x`."""
     if dims.count(-1) > 1 or any(dim is not None and dim < -1 for dim in dims):
         raise ShapeError(f"a new shape holds non-negative ints and at most one -1, got {dims}")
-    if None in dims:
+    if None in dims:  # what "the rest" is, and whether the elements suffice, is for the run to find
         return tuple(None if dim == -1 else dim for dim in dims)
     rest = math.prod(dim for dim in dims if dim is not None and dim != -1)
     size = flat_extent(x.shape)
@@ -486,6 +488,7 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
         with graph_for(x, shape):
             vector = as_tensor(shape)
         known = static_value(vector) if vector.dtype.kind in "iu" and vector.ndim == 1 else None
+        # With a shape that is known, the reshape is a view whose elements are counted here, not in each run.
         if known is None:
             return apply(RESHAPE_TO, x, vector, dims=None)[0]
         shape = known.tolist()

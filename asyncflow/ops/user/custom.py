@@ -134,6 +134,7 @@ class CustomOp(Generic[P]):
         if current_graph() is None and not any(is_symbolic(x) for x in inputs):
             return self.function(*inputs, **arguments)  # unchecked, as if it were not decorated
         batch = self._batch
+        # In place of the lengths or offsets, which a shared call alone has, and for which the function has a parameter.
         told = () if batch is None or batch.tells is None else (None,)
         self._check_call((*inputs, *told), arguments)
         if batch is None:
@@ -155,7 +156,7 @@ class CustomOp(Generic[P]):
                 outputs = nest.map_leaves(_of_members, outputs)
             attrs: Attrs = {"outputs": outputs, "arguments": arguments}
             node = graph.add_node(self.op, tensors, attrs, declared_specs(**attrs))
-        node.device = self.device or node.device
+        node.device = self.device or node.device  # the function may need that device, wherever it is called
         return nest.flatten(outputs)[1].unflatten(node.outputs) if node.outputs else node
 
     def __repr__(self) -> str:
@@ -227,6 +228,7 @@ class _Calls:
 
     def effects(self, node: Node) -> Effects:
         """Return the effect that orders calls of this function with one another only."""
+        # `eq=False` makes this a key by identity: two functions, also of equal content, never wait for one another.
         return ((self, Access.WRITE),)
 
     def kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:

@@ -76,7 +76,7 @@ class TorchOp:
         # Without CUDA, PyTorch cannot read a card's memory: then nodes are like others of the user's functions, which
         # the host computes.
         self._takes_cards: bool = self._torch.cuda.is_available()
-        # torch's random numbers are one row for the process; and parameters are put in and out.
+        # torch has one generator of random numbers for the process; and parameters are put in and out.
         make = functools.partial(Op, is_user=True, takes_any_arrays=self._takes_cards, alone=self._torch)
         flops = self._flops if self._is_module else None
         self._rows = rows
@@ -89,6 +89,7 @@ class TorchOp:
             flops=flops,
             derivative=self._derivative,
         )
+        # The module runs again, and on the way back each product has two: for its input, and for its parameter.
         thrice = None if flops is None else lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)
         self._gradient_op = make(f"{self.name}_gradient", declared_specs, self._backward, flops=thrice)
 
@@ -196,6 +197,7 @@ class TorchOp:
         try:
             if any(x.shape is None for x in tensors):
                 raise ValueError("the rank of an input is unknown")
+            # Twice, if an extent is open: those of the results that differ then are open, too.
             for extent in _PROBES if is_open or self._rows else _PROBES[:1]:
                 probes = [
                     torch.empty([extent if dim is None else dim for dim in x.shape or ()], dtype=dtype, device="meta")
@@ -232,6 +234,7 @@ class TorchOp:
             wanted=wanted,
             reaching=tuple(reaching),
         )
+        # It runs the module, too, whose own tensors are on the device of the first run.
         made[0].node.device = made[0].node.device or node.device
         for index, grad in zip(wanted, made, strict=True):
             results[index] = grad
@@ -294,14 +297,14 @@ class TorchOp:
 
     def _mapped(self, inputs: Sequence[TorchTensor], names: tuple[str, ...], arguments: Attrs) -> Nest:
         """The results of a module of a single row, for all of them."""
-        if len(inputs[0]) == 1:
+        if len(inputs[0]) == 1:  # called as it is, a module may also do what vmap refuses, such as draw
             return nest.map_leaves(_with_row, self._called([x[0] for x in inputs], names, arguments))
         # A module that counts what it has seen in a buffer is not run for rows that may be run again.
         counts = self._is_module and self._module.training and any(True for _ in self._module.buffers())
         if self._refused >= _MOST_REFUSED or counts or not len(inputs[0]):
             raise RowByRow
         dims = [0 if _has_own(x) else None for x in inputs]
-        if not any(dim == 0 for dim in dims):
+        if not any(dim == 0 for dim in dims):  # vmap needs one input at least to map over
             dims = [0] * len(inputs)
         given = [x if dim == 0 else x[0] for x, dim in zip(inputs, dims, strict=True)]
         try:
@@ -338,6 +341,7 @@ class TorchOp:
                 inputs = [tensors_of.tensor(value) for value in values]
                 if self._takes_cards:
                     self._check_place(inputs, names)
+                # PyTorch counts writes to a tensor. Inputs share memory with values of the graph, which never change.
                 versions = [x._version for x in inputs]
                 leaves = self._leaves(structure, call(inputs))
                 if versions != [x._version for x in inputs]:
@@ -369,6 +373,7 @@ class TorchOp:
             with tensors_of.active(), torch.enable_grad():
                 tensors = [tensors_of.tensor(value) for value in values]
                 inputs, grads = tensors[: -len(reaching)], tensors[-len(reaching) :]
+                # New leaves that share the memory: what is recorded for the gradient ends at them.
                 for index in wanted:
                     inputs[index] = inputs[index].detach().requires_grad_()
                 before = tensors_of.random_state()
@@ -449,7 +454,7 @@ def from_torch(
     Rows of `map_fn` and `vmap`, members of `batched` calls and rows of pooled loops are one call of the module. With
     ``rows=True`` it is called with one more axis in front of each input, as modules are that take batches. Otherwise
     `torch.vmap` maps it over rows: each row gets the result it would get alone, which takes longer. Modules that cannot
-    be mapped are called for each row. So does a module that draws random numbers or updates buffers.
+    be mapped are called for each row, and so are those which draw random numbers or update buffers.
 
     Args:
         module: on the CPU, or on the card of the CUDA device that its nodes run on.

@@ -161,6 +161,7 @@ class InputGraph:
         for sample in np.flatnonzero(steps < 0):
             raise GraphError(f"lengths of chains are 0 or more; that of sample {sample} is {steps[sample]}")
         samples = _starts(steps)
+        # One child each, but none for the first of a sample; so heights are the places in the sample.
         counts = np.ones(samples[-1], np.int64)
         counts[samples[:-1][steps > 0]] = 0
         numbers = np.arange(samples[-1]) - samples[:-1].repeat(steps)
