@@ -143,11 +143,8 @@ _UNCOMMENTED: Final = """
     cli/main.py
     compiler/plan.py
     errors.py
-    graph/op.py
     graph/text/parse.py
-    ops/arithmetic/elementwise.py
     ops/arrays/creation.py
-    ops/arrays/manipulation.py
     runtime/session/session.py
     testing/device_checks.py
 """
