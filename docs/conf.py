@@ -37,6 +37,8 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
+# Quotes stay as written: those before a year, as in '18, would open.
+smartquotes = False
 pygments_style = "default"
 pygments_dark_style = "monokai"
 
