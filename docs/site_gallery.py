@@ -1,4 +1,4 @@
-"""The gallery of the site: the programs in ``examples/``, with the timelines of those that take seconds.
+"""The gallery of the site: the programs in ``examples/``, with timelines of programs that take seconds.
 
 Sphinx-gallery wants a title with a line below it, so it gets copies whose docstrings are such. Some programs are run
 with small sizes; a trace around each gives its picture.
@@ -110,7 +110,7 @@ def _exit(status: object = None) -> None:
 
 
 class _Around:
-    """What is replaced while a program runs: `sys.exit`, which would end the build; and the trace around it."""
+    """State around a running program: a `sys.exit` that does not end the build, and the trace."""
 
     exit = patch.object(sys, "exit", _exit)
     trace: af.Trace | None = None

@@ -1,4 +1,4 @@
-"""What the site adds to the pages in ``docs``: the reference from docstrings, and pages from elsewhere in the tree.
+"""Additions of the site to the pages in ``docs``: the reference from docstrings, and pages from elsewhere in the tree.
 
 It is a Sphinx extension, which writes ``docs/generated`` before pages are read.
 """
@@ -42,7 +42,7 @@ _CODE_SPAN = re.compile(r"(`+)[^`]+\1\w?")
 
 
 def pages_elsewhere() -> dict[Path, str]:
-    """Pages of the tree outside of ``docs``, and what they are called on the site."""
+    """Return the pages of the tree outside of ``docs``, and their names on the site."""
     found = {ROOT / f"{name}.md": f"generated/{name.lower()}" for name in ("CHANGELOG", "CONTRIBUTING")}
     for page in sorted((ROOT / "asyncflow").rglob("README.md")):
         room = "_".join(page.parent.relative_to(ROOT / "asyncflow").parts)
@@ -104,7 +104,7 @@ def write_inventories() -> None:
 
 
 def write_pages(_: object = None) -> None:
-    """Write what stands in ``docs/generated``."""
+    """Write the pages of ``docs/generated``."""
     write_inventories()
     for name, text in reference_pages():
         _write(GENERATED / "reference" / f"{name}.rst", text.encode())

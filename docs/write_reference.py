@@ -38,7 +38,7 @@ ROOMS: Final = {
     "jacobians": "Gradients",
     "vertex": "Graphs as data",
 }
-"""Headings of what is in ``af`` and no operation on arrays, by room; operations are by family, each a module."""
+"""Headings of names in ``af`` that are no operations on arrays, by room; operations are by family, each a module."""
 FAMILIES: Final = {
     "creation": "Making arrays",
     "datatypes": "Dtypes",
@@ -92,7 +92,7 @@ def page() -> str:
 
 
 def sections() -> dict[str, list[tuple[str, object]]]:
-    """Everything public but dtypes and constants: headings, with the names below them and what they are names of."""
+    """Return all public names but dtypes and constants: headings, with the names below them and their values."""
     found: dict[str, list[tuple[str, object]]] = {title: [] for title in (*ROOMS.values(), *FAMILIES.values())}
     for name in vars(af)["__all__"]:
         value = getattr(af, name)

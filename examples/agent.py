@@ -1,9 +1,9 @@
-"""An agent whose tools have limits: a loop in the graph asks a model what to do next, and does it.
+"""An agent whose tools have limits: a loop in the graph asks a model for the next action, and performs it.
 
-The model and the search are services that many clients overload. So the functions that ask them say how long a call may
-take, how often it is tried again, how many calls there are at once, and how many a second. Eight tasks run at once and
-share these limits; a call that waits for its turn holds no thread. A function with effects sends the mail. It is not
-tried again, since a mail may have gone out although sending it failed.
+The model and the search are services that many clients overload. So the functions that call them have a timeout, a
+number of retries, a maximum number of concurrent calls, and a rate a second. Eight tasks run at once and share these
+limits; a call that waits for its turn holds no thread. A function with effects sends the mail. It is not tried again,
+since a mail may have gone out although sending it failed.
 
 One task is recorded. Its replay gives the same answer, decision by decision, without asking a service or sending a
 mail. The program needs no network: its services are functions that take their time, and fail now and then. The time is
@@ -28,7 +28,7 @@ import asyncflow as af
 from asyncflow.testing import virtual_clock
 
 SEARCH, ADD, MAIL, DONE = range(4)
-"""What the model may decide."""
+"""Decisions of the model."""
 
 TEXT = af.spec("string", ())
 
@@ -38,7 +38,7 @@ MODEL_RATE, SEARCH_RATE = (8, 0.1), (4, 0.1)
 """Calls and seconds in which they may begin."""
 
 RETRIES = 5
-"""Attempts after the first one that the functions make; a service refuses no request more often."""
+"""Number of retries of the functions; a service refuses no request more often."""
 
 
 class Overloaded(Exception):
@@ -47,7 +47,7 @@ class Overloaded(Exception):
 
 @dataclass
 class Services:
-    """The world outside: services that note what they are asked, and refuse some of it.
+    """The world outside: services that note their requests, and refuse some of them.
 
     Attributes:
         chance: of a call that fails.
@@ -140,7 +140,7 @@ def build(services: Services) -> tuple[af.Graph, af.Tensor, af.Tensor]:
 
 
 def most_within(times: Sequence[float], seconds: float) -> int:
-    """Return the largest number of calls that began within so many seconds."""
+    """Return the largest number of calls that began within a number of seconds."""
     return max((sum(begun <= time < begun + seconds for time in times) for begun in times), default=0)
 
 

@@ -1,14 +1,14 @@
 """Teaches an LSTM to write like the documentation of Python's standard library, on your machine, letter by letter.
 
-The text is the paragraphs of the docstrings in your Python's library. They are as long as they are, and so are the
-loops: in every training step two CPU devices read a batch of whole paragraphs each, one `while_loop` iteration a
-letter, and nothing is computed past a paragraph's end. The gradients run the same loops backward, and Adam changes the
+The text is the paragraphs of the docstrings in your Python's library. Paragraphs differ in length, and so do the loops.
+In every training step two CPU devices read a batch of whole paragraphs each, one `while_loop` iteration a letter.
+Nothing is computed past a paragraph's end. The gradients run the same loops backward, and Adam changes the
 weights. Afterwards a loop that draws one letter after the other is streamed, so that you see it write.
 
     python examples/character_lstm.py --output demo-out
 
-It prints how many bits each letter of paragraphs it has never seen costs, beside what a table of letter pairs needs,
-and writes a timeline to look at.
+It prints the bits for each letter of unseen paragraphs, beside the bits of a table of letter pairs, and writes a
+timeline to look at.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def build_model(alphabet: int, hidden: int, devices: Sequence[str] = DEVICES, se
         cell = partial(af.nn.lstm_cell, weights=weights)
 
         def cost(letters: af.Tensor, lengths: af.Tensor) -> af.Tensor:
-            """What all letters cost together."""
+            """Return the sum of losses of all letters."""
             zeros = af.zeros((af.shape(letters)[1], hidden), dtype="float32")
             outputs, _ = af.nn.dynamic_rnn(cell, af.embedding(table, letters[:-1]), (zeros, zeros), lengths)
             costs = af.nn.softmax_cross_entropy(af.matmul(outputs, to_logits) + offset, letters[1:])
@@ -223,7 +223,7 @@ async def write(session: af.Session, model: Model, text: Text, eagerness: float)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it; losses in nats."""
+    """The results; losses in nats."""
 
     losses: list[float]
     held_out: float
@@ -260,7 +260,7 @@ def bits(nats: float) -> float:
 
 
 def loss_of_pairs(text: Text) -> float:
-    """What a letter that was held out costs, in nats, if it is guessed from the letter before it."""
+    """Return the loss of a held-out letter, in nats, if it is guessed from the letter before it."""
     counts = np.full((len(text.alphabet), len(text.alphabet)), 0.1)
     for paragraph in text.train:
         column = text.encode(paragraph)

@@ -1,8 +1,8 @@
 """A coroutine as a node: the iterations of a loop wait for a server while the kernels of others compute.
 
-Every iteration fetches a matrix from a TCP server, which takes its time to answer, and then computes with it. Nothing
-in the loop says what may overlap: the fetches depend on the loop counter alone, so the runtime has as many of them
-under way as `parallel_iterations` allows, and computes with what has arrived meanwhile. This program runs the loop
+Every iteration fetches a matrix from a TCP server, which takes its time to answer, and then computes with it. The loop
+does not declare any overlap. The fetches depend on the loop counter alone, so the runtime has as many of them under way
+as `parallel_iterations` allows. Meanwhile it computes with the matrices that have arrived. This program runs the loop
 with 1 and with 16, and draws both timelines.
 
     python examples/coroutine_nodes.py --output demo-out
@@ -33,7 +33,7 @@ Matrix = NDArray[np.float32]
 
 
 def matrix(number: int) -> Matrix:
-    """What the server has under this number."""
+    """Return the server's matrix of this number."""
     return np.random.default_rng(number).standard_normal((SIZE, SIZE), np.float32)
 
 

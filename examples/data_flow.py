@@ -2,13 +2,13 @@
 
 In ``x ? 2`` it may be ``*``, ``//`` or ``%``; that depends on where `x` comes from. So each function becomes the graph
 of its data flow. A variable is the vertex of the value that it was given last, and all its uses share that vertex: the
-graphs are directed and acyclic, but no trees. What a vertex computes from the values that go into it is declared once,
-as a vertex function, and a batch of graphs of any shapes is computed at once, forward and backward.
+graphs are directed and acyclic, but no trees. A vertex function declares once how a vertex computes its value from its
+inputs. A batch of graphs of any shapes is computed at once, forward and backward.
 
     python examples/data_flow.py --output demo-out
 
-It trains on some files of the library, and prints how often it is right about operators in the others. Beside that
-stands how often always the same answer would be right, and a table by the kinds of the two values. It writes a timeline
+It trains on some files of the library, and prints how often it is right about operators in the others. For comparison
+it prints how often one constant answer would be right, and a table by the kinds of the two values. It writes a timeline
 to look at.
 """
 
@@ -33,7 +33,7 @@ LARGEST = 400
 """Vertices a graph may have."""
 
 OPERATORS = sorted(kind.__name__ for kind in ast.operator.__subclasses__())
-"""What is to be guessed, by name."""
+"""Operators to be guessed, by name."""
 
 RATE, LAST_RATE = 0.01, 0.001
 """Learning rates of the first and of the last step."""
@@ -45,10 +45,10 @@ TRACED = 4
 
 
 class DataFlow(ast.NodeVisitor):
-    """The data flow of one function, statement by statement: its vertices come after those whose values they use.
+    """The data flow of one function, statement by statement: its vertices come after the vertices that they use.
 
-    A vertex has a kind, such as a call, and a name, as constants, arguments and attributes have. An operator is a
-    vertex of one kind, whichever it is, over a left and a right one.
+    A vertex has a kind, such as a call, and a name, as constants, arguments and attributes have. All operators have one
+    kind, and stand over a left and a right vertex.
     """
 
     def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -141,7 +141,7 @@ class DataFlow(ast.NodeVisitor):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What goes into the operators of a function: vertices, numbered anew, and which operators they are."""
+    """The inputs of the operators of a function: vertices, numbered anew, and the operators."""
 
     flow: af.InputGraph
     kinds: list[str]
@@ -150,7 +150,7 @@ class Function:
 
     @classmethod
     def of(cls, found: DataFlow) -> Function:
-        """The data flow without what goes into no operator."""
+        """Return the data flow without vertices that are no inputs of operators."""
         children: list[list[int]] = [[] for _ in found.kinds]
         for parent, child in found.edges:
             children[parent].append(child)
@@ -183,7 +183,7 @@ def count(functions: Sequence[Function]) -> int:
 
 
 def read_code(most_files: int | None = None) -> Code:
-    """The functions of the standard library; those of a fifth of its files are held out."""
+    """Return the functions of the standard library; a fifth of its files is held out."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(file for pattern in ("*.py", "*/*.py") for file in root.glob(pattern) if is_library(file, root))
     code = Code([], [])
@@ -195,13 +195,13 @@ def read_code(most_files: int | None = None) -> Code:
 
 
 def is_library(file: Path, root: Path) -> bool:
-    """Whether it is no test, and was not installed beside the library."""
+    """Return True if a file is no test, and was not installed beside the library."""
     first = file.relative_to(root).with_suffix("").parts[0]
     return first in sys.stdlib_module_names and first not in ("test", "idlelib")
 
 
 def functions_in(module: ast.Module) -> Iterator[Function]:
-    """Those with operators."""
+    """Return the functions with operators."""
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found = DataFlow(node)
@@ -279,7 +279,7 @@ class Model:
 
 
 def build(words: Words, hidden: int) -> Model:
-    """A GRU from the mean of what goes into a vertex to its own state, and a guess for each operator."""
+    """Build a GRU from the mean of a vertex's inputs to its state, and a guess for each operator."""
     rng = np.random.default_rng(0)
 
     def weight(name: str, rows: int, columns: int, scale: float) -> af.Variable:
@@ -339,7 +339,7 @@ async def learn(model: Model, code: Code, words: Words, batch: int, steps: int, 
 
 
 def right_by_table(code: Code, *, by_values: bool) -> float:
-    """How often the most frequent operator is right: of all, or of those that join two values of such kinds."""
+    """Return how often the most frequent operator is right: of all, or of all operators between two kinds of values."""
     table: dict[tuple[str, ...], Counter[str]] = {}
     for kinds, operator in joined(code.train, by_values):
         table.setdefault(kinds, Counter())[operator] += 1

@@ -1,8 +1,8 @@
 """Teaches a network to balance a pole on a cart by deep Q-learning, with everything in one graph (EuroSys '18 §6.5).
 
-A step looks at the cart, chooses a push, has the environment answer, writes what came of it to a `Table`, learns from
-rows that it samples there, and copies the weights to a target network every so often; the last two under conds. The
-program orders them so that learning needs nothing of the environment's answer: while that is awaited, it learns.
+A step looks at the cart, chooses a push, awaits the environment's answer, and writes the result to a `Table`. It learns
+from rows that it samples there, and copies the weights to a target network now and then; both are under conds. Learning
+needs nothing of the environment's answer, so the program learns while it awaits the answer.
 
     python examples/dqn.py --output demo-out
 
@@ -84,7 +84,7 @@ def awaited_pole(latency_s: float) -> Environment:
 
 
 def new_weights(seed: int) -> list[af.Variable]:
-    """Those of a network of one hidden layer."""
+    """Return the weights of a network of one hidden layer."""
     rng = np.random.default_rng(seed)
     shapes = [(4, HIDDEN), (HIDDEN,), (HIDDEN, 2), (2,)]
     return [
@@ -94,7 +94,7 @@ def new_weights(seed: int) -> list[af.Variable]:
 
 
 def q_values(weights: Weights, states: af.Tensor) -> af.Tensor:
-    """What each push is worth, in each state."""
+    """Return the value of each push, in each state."""
     w, b, v, c = weights
     return af.maximum(states @ w + b, 0.0) @ v + c
 
@@ -242,7 +242,7 @@ class Driver:
 
 
 async def train(agent: Agent, episodes: int, *, goal: float = math.inf) -> list[int]:
-    """Returns of so many episodes, each a run; fewer, once the last 20 have returned `goal` on average."""
+    """Return the returns of episodes, each a run; stop once the last 20 have returned `goal` on average."""
     returns: list[int] = []
     async with af.Session(agent.graph) as session:
         while len(returns) < episodes and (len(returns) < 20 or np.mean(returns[-20:]) < goal):

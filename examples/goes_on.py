@@ -1,9 +1,9 @@
 """Training that is killed, again and again, and goes on: a two-layer network learns the sine, in steps that survive.
 
 ``python -m examples.goes_on`` trains in a process of its own, which is killed three times while it writes a checkpoint;
-then training comes to its end. Each start begins with the latest checkpoint. What was learned after that is learned
-again, with the same random numbers, so the last loss is to the bit that of an undisturbed training. Those numbers
-depend on how many runs there were: that is why the saver is asked for the step, and not a run.
+then training comes to its end. Each start begins with the latest checkpoint. Later steps are repeated with the same
+random numbers, so the last loss is equal to the bit to the loss of an undisturbed training. These numbers depend on the
+number of runs: this is why the saver is asked for the step, and not a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_S = 100.0
 
 
 def build() -> tuple[af.Graph, list[af.Tensor | af.Node]]:
-    """The graph, and a step: its loss, and what is learned from it."""
+    """Build the graph, and a step: its loss, and its update of the weights."""
     rng = np.random.default_rng(0)
     with af.Graph(seed=7) as graph:
         first = af.Variable(rng.normal(size=(1, 32)).astype(np.float32), name="first")
@@ -41,12 +41,12 @@ def build() -> tuple[af.Graph, list[af.Tensor | af.Node]]:
 
 
 async def train(root: Path, steps: int = STEPS, dies_after: int | None = None) -> str:
-    """Trains until so many steps have been made, whatever was made before, and gives the last loss to the bit.
+    """Train until `steps` steps have been made, earlier ones included, and return the last loss to the bit.
 
     Args:
         root: the directory of the checkpoints.
-        steps: how many there are in all.
-        dies_after: kill this process once it has begun to write so many checkpoints.
+        steps: number of steps in all.
+        dies_after: kill this process once it has begun to write this number of checkpoints.
     """
     graph, step = build()
     saver = af.Saver(root, every_steps=EVERY, keep=2)
@@ -66,7 +66,7 @@ async def train(root: Path, steps: int = STEPS, dies_after: int | None = None) -
 
 
 def killed(root: Path, after: int, steps: int = STEPS) -> None:
-    """Starts the training as a process, which is killed once it has begun to write so many checkpoints."""
+    """Start the training as a process, which is killed once it has begun to write `after` checkpoints."""
     command = [sys.executable, "-m", "examples.goes_on", "--train", str(root), "--steps", str(steps)]
     command += ["--dies-after", str(after)]
     folder = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def killed(root: Path, after: int, steps: int = STEPS) -> None:
 
 
 def main() -> None:
-    """Kills a training three times, and compares its end with that of one that nobody has killed."""
+    """Kill a training three times, and compare its end with an undisturbed training."""
     parser = argparse.ArgumentParser(description="Training that is killed and goes on.")
     parser.add_argument("--train", type=Path, help="only train, from the checkpoints in this directory")
     parser.add_argument("--steps", type=int, default=STEPS)

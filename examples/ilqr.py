@@ -100,7 +100,7 @@ def improved(motion: Motion, caution: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
         return af.jacobian(step(x, u), both), af.gradients(costs, both), af.hessian(costs, both)
 
     def backward(state: tuple[af.Tensor, ...], row: tuple[af.Tensor, ...]) -> tuple[af.Tensor, ...]:
-        """Return slope and curvature of the costs to come, by the state before a moment, from those after it."""
+        """Return slope and curvature of the costs to come, by the state before a moment, from the ones after it."""
         slope, curvature, _, _ = state
         dynamics, costs, curved = row
         q = costs + dynamics.mT @ slope

@@ -1,9 +1,9 @@
-"""Beam search for likely sentences, in a language model of the Python reference that is built here and now.
+"""Beam search for likely sentences, in a language model of the Python reference that this program builds.
 
-The model counts which word follows which two words in the documentation that `help("topics")` shows. The search starts
-with two words, keeps the best few beginnings of a sentence, extends each by its likeliest next words, and stops when
-all of them have ended: a loop whose length depends on the data. A second loop then walks back through what the first
-one wrote down. Several searches run at the same time, and one of them shows its best beginning after every step.
+The model counts the words that follow each pair of words in the documentation that `help("topics")` shows. The search
+starts with two words, keeps the best few beginnings of a sentence, and extends each by its likeliest next words. It
+stops when all of them have ended: a loop whose length depends on the data. A second loop then walks back through the
+records of the first. Several searches run at the same time, and one of them shows its best beginning after every step.
 
     python examples/ngram_beam_search.py --output demo-out
 """
@@ -36,7 +36,7 @@ LONGEST = 24
 """Words a sentence may have after its first two."""
 
 EAGERNESS = 0.5
-"""What a word adds to the score of a sentence; without it the shortest would win."""
+"""Addition to the score of a sentence for each word; without it the shortest sentence would win."""
 
 Pair: TypeAlias = tuple[str, str]
 
@@ -58,7 +58,7 @@ class Model:
     word: NDArray[np.int64]
     """Position in `words` of the next word."""
     gain: NDArray[np.float64]
-    """What it adds to the score; minus infinity where there are fewer choices."""
+    """Its addition to the score; minus infinity where there are fewer choices."""
     state: NDArray[np.int64]
     """The state it leads to."""
 

@@ -1,9 +1,9 @@
-"""Which modules does Python's standard library lean on? PageRank of its import graph, on your machine.
+"""PageRank of the import graph of Python's standard library, on your machine: the modules that it depends on most.
 
 The modules of the standard library import one another. A reader who follows those imports at random, and now and then
-starts afresh anywhere, spends more time in some modules than in others: that share is a module's PageRank. How often
-the reader starts afresh is set by the damping factor, and this program ranks the modules for many damping factors at
-once: one graph, and one `await session.run(...)` for each.
+starts afresh anywhere, spends more time in some modules than in others: that share is a module's PageRank. The damping
+factor sets how often the reader starts afresh. This program ranks the modules for many damping factors at once: one
+graph, and one `await session.run(...)` for each.
 
     python examples/pagerank.py --output demo-out
 
@@ -100,10 +100,10 @@ class PageRank:
 
 
 def build_pagerank(imports: ImportGraph) -> PageRank:
-    """The share of time that a module gets is kept there, and passed on to what it imports, until little is left.
+    """Each module keeps its share of time, and passes it on to its imports, until little is left.
 
     In every iteration the modules with enough `pending` keep it as rank, and hand `damping` times as much on. At first
-    that is all of them, later a few in the middle of the web: then only their imports are looked at.
+    these are all modules, later a few in the middle of the web: then the loop visits only their imports.
     """
     count = len(imports.names)
     fan_out = np.bincount(imports.importers, minlength=count)

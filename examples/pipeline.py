@@ -1,8 +1,8 @@
 """A stack of recurrent layers cut over devices, which work on different time steps at the same time.
 
-A layer needs its own state of the time step before, and what the layer below gives in this one. So while the upper
-half of the layers works on one time step, the lower half, on another device, is at the next. Nothing below says so: the
-loop is written as for one device, `af.device` says where each layer is, and the runtime sends what has to be sent.
+A layer needs its own state of the time step before, and the result of the layer below in this one. So while the upper
+half of the layers works on one time step, the lower half, on another device, is at the next. The loop does not say so:
+it is written as for one device. `af.device` places each layer, and the runtime sends values between devices.
 
 On this machine's CPU, over two devices with a core for each:
 
@@ -90,7 +90,7 @@ def compute_directly(model: Model, xs: Array) -> Array:
 
 
 async def run(model: Model, xs: Array) -> tuple[Array, af.Trace, str]:
-    """The outputs, what was recorded, and why each node is where it is."""
+    """Return the outputs, the trace, and the reason for the device of each node."""
     # In a simulation, a session has all of the machine's devices.
     async with af.Session() as session:
         devices = [device.name for device in session.devices]

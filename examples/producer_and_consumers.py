@@ -1,8 +1,8 @@
 """A producer that is a coroutine of the application's, and consumers that are runs, with a queue between them.
 
-Sentences of different lengths go into a padding queue, which keeps those of similar length together. Two trainers take
-batches from it, each in runs of its own, and wait where there is nothing; the producer waits where the queue is full.
-Closing the queue ends both: they take what is left, and are told that no more will come.
+Sentences of different lengths go into a padding queue, which keeps sentences of similar length together. Two trainers
+take batches from it, each in runs of its own, and wait if it is empty; the producer waits if the queue is full. Closing
+the queue ends both: they take the rest, and then get an error that no more will come.
 
     python examples/producer_and_consumers.py
 """

@@ -9,7 +9,7 @@
 - `/classify` says whether a line is code or prose. Requests that come together are rows of one product (`af.batched`).
 - `/generate` writes text like that of your Python's documentation, a character an iteration, and streams it.
   Requests are rows of one loop, which they join and leave between iterations (`pool=`). Each samples at its own
-  temperature and with its own seed, so one that is asked again writes the same, whoever is beside it.
+  temperature and with its own seed, so a repeated request gets the same text, whichever requests run beside it.
 - `/calculate` computes an expression on its syntax tree, and vertices of different trees together (`share=True`).
 
 Open http://localhost:8000 and let some clients in. Models learn from the standard library of your Python, in a second.
@@ -57,7 +57,7 @@ LARGEST_BODY = 20_000
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,'-"
 LETTERS = len(ALPHABET)
 KINDS = {ast.Constant: 0, ast.Add: 1, ast.Sub: 2, ast.Mult: 3, ast.Div: 4, ast.USub: 5}
-"""What a vertex of an expression is."""
+"""Kinds of vertices of an expression."""
 LARGEST = sys.float_info.max
 
 # -- what the models learn from ----------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def features(line: str) -> NDArray[np.float32]:
-    """Counts of what three characters follow one another, in so many classes of them."""
+    """Return counts of triples of characters, by classes of triples."""
     found = np.zeros(FEATURES, np.float32)
     raw = f"  {line}".encode()
     for place in range(len(raw) - 2):
@@ -104,7 +104,7 @@ def letters(text: str) -> NDArray[np.int64]:
 
 
 def following(prose: list[str]) -> NDArray[np.float32]:
-    """How likely each character is after three others, as a logarithm."""
+    """Return the log-probability of each character after three others."""
     text = letters("\n".join(prose))
     counts = np.full((LETTERS**3, LETTERS), 1e-9, np.float32)
     contexts = (text[:-3] * LETTERS + text[1:-2]) * LETTERS + text[2:-1]
@@ -167,7 +167,7 @@ class Models:
         self._value = values.roots
 
     async def classify(self, line: str) -> float:
-        """How much a line looks like code: above 0, or like prose: below."""
+        """Return a score: above 0 if a line looks like code, below 0 if like prose."""
         return float(await self.session.run(self._score, {self._line: features(line)}, timeout=2.0))
 
     async def generate(self, start: str, seed: int, temperature: float = 1.0) -> AsyncGenerator[str, None]:
@@ -284,7 +284,7 @@ class Traffic:
         await self.let_in(0)
 
     async def let_in(self, number: int) -> None:
-        """Has so many clients from now on."""
+        """Set the number of clients."""
         leaving, self._clients = self._clients[number:], self._clients[:number]
         for client in leaving:
             client.cancel()
@@ -294,7 +294,7 @@ class Traffic:
 
     @property
     def clients(self) -> int:
-        """How many there are."""
+        """The number of clients."""
         return len(self._clients)
 
     async def _client(self, number: int) -> None:
@@ -317,7 +317,7 @@ class Traffic:
 
 
 def live(models: Models, metrics: serving.Metrics, recent: Recent, traffic: Traffic, phase: str) -> dict[str, object]:
-    """What the page shows."""
+    """Return the contents of the page."""
     found = {metric.name.removeprefix("asyncflow_"): metric.samples for metric in metrics.snapshot()}
     ended: dict[str, float] = {}
     for labels, value, _ in found["requests_total"]:

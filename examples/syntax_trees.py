@@ -1,13 +1,13 @@
 """Teaches a Tree-LSTM to see in the syntax tree of a function whether it returns a value, on your machine.
 
-The trees are those of the functions in your Python's standard library, each of another shape. What a vertex computes is
-declared once, as a vertex function; the trees are data, and a batch of them is computed level by level, whatever their
-shapes, forward and backward. The tree says what kind each part is and nothing else, neither names nor numbers.
+The trees come from the functions in your Python's standard library, each of another shape. A vertex function declares
+once how a vertex computes its state. The trees are data, and a batch of them is computed level by level, whatever their
+shapes, forward and backward. The tree has the kind of each part and nothing else, neither names nor numbers.
 
     python examples/syntax_trees.py --output demo-out
 
-It trains on some files of the library, and prints how often it is right about functions of the others, beside what
-always giving the more frequent answer would be. It writes a timeline to look at.
+It trains on some files of the library, and prints how often it is right about functions of the others. For comparison
+it prints how often the more frequent answer would be right. It writes a timeline to look at.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Batch:
 
 
 def read_functions(most_files: int | None = None) -> tuple[list[Function], list[Function]]:
-    """The functions of the standard library to learn from, and those of a fifth of its files, which are held out."""
+    """Return the functions of the standard library to learn from, and the held-out functions of a fifth of its
+    files.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:most_files]
     train: list[Function] = []
     held_out: list[Function] = []
@@ -98,7 +100,7 @@ def functions_in(module: ast.Module) -> Iterator[Function]:
 
 
 def returns_a_value(function: ast.FunctionDef) -> bool:
-    """Whether one of its own return statements has a value; those of functions inside it do not count."""
+    """Return True if one of its own return statements has a value; inner functions do not count."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop()

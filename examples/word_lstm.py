@@ -1,14 +1,15 @@
 """Teaches an LSTM to guess the next word of the documentation of Python's standard library, on your machine.
 
-Sentences are as long as they are: a batch of them is an input graph of chains, and what a word computes is declared
-once, as a vertex function. In every step the first words of all sentences are computed together, then the second ones
-of those that have one, and so on; no sentence is padded. What needs no word before, such as the product with the
-embedding, and what no later word needs, such as the guess, is computed once for all words.
+Sentences differ in length: a batch of them is an input graph of chains, and a vertex function declares once the
+computation of a word. In every step the first words of all sentences are computed together, then the second words, and
+so on; no sentence is padded. Parts that need no earlier word, such as the product with the embedding, are computed once
+for all words. So are parts that no later word needs, such as the guess.
 
     python examples/word_lstm.py --output demo-out
 
-It trains on most of the sentences, and prints its perplexity on the others: among how many words, all as likely, one
-would have to choose to be as unsure. Beside it stands that of a table of word pairs. It writes a timeline to look at.
+It trains on most of the sentences, and prints its perplexity on the others: the number of equally likely words that
+would be as hard to guess. For comparison it prints the perplexity of a table of word pairs. It writes a timeline to
+look at.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Several sentences: a chain for each, and at each of its vertices a word and the one that follows."""
+    """Several sentences: a chain for each, and at each of its vertices a word and the following word."""
 
     chains: af.InputGraph
     words: NDArray[np.int64]
@@ -120,7 +121,7 @@ class Model:
     following: af.Tensor
     rate: af.Tensor
     costs: af.Tensor
-    """What each word costs that follows, in nats."""
+    """Loss of each following word, in nats."""
     loss: af.Tensor
     train: af.Node
 
@@ -169,13 +170,13 @@ async def teach(session: af.Session, model: Model, text: Text, batch: int, steps
 
 
 async def cost_of(session: af.Session, model: Model, sentences: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-    """What each word of the sentences costs."""
+    """Return the loss of each word of the sentences."""
     batches = [Batch.of(sentences[first : first + 256]) for first in range(0, len(sentences), 256)]
     return np.concatenate([await session.run(model.costs, model.feeds(batch)) for batch in batches])
 
 
 def cost_by_pairs(text: Text) -> float:
-    """What a word that is held out costs on average by the word before it, smoothed as Witten and Bell do."""
+    """Return the mean loss of a held-out word, given the word before it, with Witten-Bell smoothing."""
     counts = np.zeros((len(text.words), len(text.words)))
     for sentence in text.train:
         np.add.at(counts, (sentence[:-1], sentence[1:]), 1)

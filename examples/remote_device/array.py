@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class RemoteArray(DeviceArray):
-    """An array in the memory of the process, which is told when nobody has it any more.
+    """An array in the memory of the process, which drops it when the last reference here is gone.
 
     Attributes:
         home: the device.
-        number: what the process knows it by.
-        unsent: its elements, as long as nobody there has needed them.
+        number: its number in the process.
+        unsent: its elements, until the process needs them.
     """
 
     __slots__ = ("_charge", "dtype", "home", "name", "number", "shape", "unsent")

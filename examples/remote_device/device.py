@@ -1,12 +1,12 @@
 """A kind of device that asyncflow does not come with: another process, at the other end of a pipe.
 
 Its memory is its own: an array there is a number here, a `RemoteArray`. A kernel that is a plain function of arrays is
-sent once, as the name of its op and its attributes, and from then on called by number; it counts as done once the call
-is written, since the process does everything in the order in which it was asked. All that has to do with state, or is
-the user's own code, runs on this side, on copies.
+sent once, as the name of its op and its attributes. From then on it is called by number. It counts as done once the
+call is written, since the process executes all messages in order. Kernels with state, and the user's own code, run on
+this side, on copies.
 
-One thread, that of the device's `compute` stream, writes to the pipe and waits for answers, so the event loop does
-neither. When the process dies, whoever waits for it gets a `DeviceLostError`, and so does whoever asks it for more.
+The thread of the device's `compute` stream writes to the pipe and waits for answers, so the event loop does neither.
+When the process dies, waiting and later calls get a `DeviceLostError`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MOST_AHEAD = 256
 
 
 _GRACE_S = 10.0
-"""How long a process may take to end."""
+"""Seconds that a process has to end."""
 
 
 class Timed:
@@ -80,7 +80,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
 
     Attributes (more in `LogicalDevice`):
         process: the process, once the device is open.
-        freed: numbers of arrays that nobody has any more, for the next message.
+        freed: numbers of arrays without references, for the next message.
     """
 
     def __init__(self, index: int, options: DeviceOptions) -> None:
@@ -97,7 +97,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
 
     @property
     def what(self) -> str:
-        """Which process it is."""
+        """The description of the process."""
         return "no process yet" if self.process is None else f"process {self.process.pid}"
 
     # -- the process ---------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
         await call_beside(self.start)
 
     def start(self) -> None:
-        """`open`, for those who may wait."""
+        """Start the process; the waiting part of `open`."""
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "examples.remote_device.worker"],
@@ -118,7 +118,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
             )
 
     async def aclose(self, grace_s: float) -> bool:
-        """Take no more work, wait for what there is, and end the process; True if all ended. Idempotent."""
+        """Take no more work, wait for the present work, and end the process; return True if all ended. Idempotent."""
         has_ended = await super().aclose(grace_s)
         await call_beside(self._end, has_ended)
         return has_ended
@@ -167,7 +167,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def tell(self, timed: Timed | None, verb: str, *arguments: object) -> None:
-        """Send a message that nobody answers, after all earlier ones."""
+        """Send a message without an answer, after all earlier ones."""
         self.check()
         self.compute.enqueue(self._write, timed, (self._freed(), verb, *arguments))
 
@@ -207,7 +207,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
     # -- timelines -----------------------------------------------------------------------------------------------
 
     def timed(self, label: str, stream: str, nbytes: int = 0) -> Timed:
-        """When something happens, for whoever wants to know."""
+        """Return the times of a piece of work, to be filled in; a trace keeps them."""
         timed = Timed(label, stream, nbytes)
         if self._spans is not None:
             self._spans.append(timed)
@@ -218,13 +218,13 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
         return [Span(each.label, each.stream, each.started_ns, each.ended_ns, each.nbytes) for each in spans]
 
     def recorded(self) -> list[Any] | None:
-        """What the work launched now is added to."""
+        """Return the list that work launched now is added to."""
         return self._spans
 
     # -- launching -----------------------------------------------------------------------------------------------
 
     def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
-        """A kernel that the process runs, if it can be told how to make it; else one that runs here, on copies."""
+        """Return a kernel that the process runs, if it can make it; else a kernel that runs here, on copies."""
         recipe = info.recipe
         if info.is_metadata and not info.host_inputs:
             return MetadataKernel(self, kernel, info)
@@ -233,7 +233,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
         return RemoteKernel(self, info)
 
     def use(self, value: Any) -> tuple[bool, Any]:
-        """How a message names an argument of a kernel."""
+        """Return True and the number of an array of this device, or False and any other argument."""
         if not isinstance(value, RemoteArray):
             return False, value
         if value.unsent is not None:
@@ -242,7 +242,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
         return True, value.number
 
     def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether so many messages wait to be written that launching has to pause."""
+        """Return True if launching has to pause, as many messages wait to be written."""
         if self.compute.pending < MOST_AHEAD or self._lost:
             return False
         self.compute.submit(int, (), lambda *_: resume(), asyncio.get_running_loop())
@@ -269,7 +269,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
         deliver(self.brought(value.copy() if isinstance(value, np.ndarray) else value, "feed"), None)
 
     def brought(self, value: Any, name: str) -> Any:
-        """An array of the host as one of the device; numbers, and what is no array, stay on the host."""
+        """Return an array of the host as an array of the device; numbers, and other values, stay on the host."""
         if not is_array(value) or stays_on_host(value) or not np.ndim(value):
             return as_scalar(value)
         return RemoteArray(self, (value.dtype, value.shape), name, value)
@@ -305,7 +305,7 @@ class RemoteDevice(LaunchingDevice[ThreadStream]):
 
 
 class RemoteKind(DeviceKind):
-    """The kind ``remote``: as many processes as anybody likes."""
+    """The kind ``remote``: any number of processes."""
 
     name = "remote"
 

@@ -1,4 +1,4 @@
-"""What a remote device makes of kernels: where they run, and what a call of one sends."""
+"""Kernels of a remote device: their places, and the messages of their calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MetadataKernel:
         self._info = info
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the kernel finds."""
+        """Return the kernel's results."""
         with self._device.timed(self._info.name, "host"):
             found = self._kernel(*[_stand_in(value) if isinstance(value, RemoteArray) else value for value in inputs])
         return as_scalar(found) if self._info.single else tuple(map(as_scalar, found))

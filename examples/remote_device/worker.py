@@ -1,7 +1,7 @@
 """The process of a remote device: it keeps arrays by their numbers, and runs kernels on them with NumPy.
 
-It reads messages from its standard input, in the order in which they were sent, and answers those that ask for
-something. A message is ``(freed, verb, *arguments)``; `freed` are the numbers of arrays that nobody has any more.
+It reads messages from its standard input, in the order in which they were sent, and answers requests. A message is
+``(freed, verb, *arguments)``; `freed` has the numbers of arrays without references.
 """
 
 from __future__ import annotations
