@@ -23,8 +23,9 @@ HEAD: Final = """\
 Gallery
 =======
 
-Whole programs, in the folder ``examples`` of a checkout. Those with a timeline were run to build this page, with small
-sizes. The others take minutes, serve until they are stopped, start processes, or depend on how busy the machine is.
+Whole programs, in the folder ``examples`` of a checkout. Programs with a timeline were run to build this page, with
+small sizes. The others take minutes, serve until they are stopped, start processes, or depend on how busy the machine
+is.
 """
 
 
