@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from asyncflow.lift.calls.keyed import capture_key, carry_key, draws
 from asyncflow.ops.random.random_again import RANDOM_AGAIN, RANDOM_KEY
 from asyncflow.runtime.executor.kernels.single_call import CountedCall
 from asyncflow.runtime.shared.bodies import Bodies
+from tests.cells import SEEDS
 
 
 def loops(condition: Any, body: Any, start: Any) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:
@@ -143,3 +145,47 @@ def test_a_loop_carries_its_key_behind_its_variables() -> None:
     assert [part.inputs[0] for part in (condition, body)] == variables
     assert [part.inputs[1].spec for part in (condition, body)] == [first.spec] * 2
     assert [len(part.results) for part in (condition, body)] == [1, 2]
+
+
+def program(dice: Random, depth: int) -> Any:
+    """A nest that says where a function draws: at once, in both branches of a choice, or in a loop."""
+    kind = dice.choice(("draw", "branch", "loop")) if depth else "draw"
+    parts = [program(dice, depth - 1) for _ in range(2)] if kind != "draw" else []
+    return kind, round(dice.uniform(-0.5, 1), 2), dice.randrange(1000), parts
+
+
+def computed(part: Any, x: Any) -> Any:
+    """The value of such a function, whose choices and loops depend on `x` and on the numbers drawn."""
+    kind, limit, number, parts = part
+    if kind == "draw":
+        return x + af.random.uniform((), dtype="float64", seed=number) - 0.4
+    first, second = parts
+    if kind == "branch":
+        return af.cond(x > limit, lambda: computed(first, x * 0.5), lambda: computed(second, x + 0.1))
+    return af.while_loop(
+        lambda i, y: (y < limit + 1) & (i < 4), lambda i, y: (i + 1, computed(second, computed(first, y))), (0, x)
+    )[1]
+
+
+@pytest.mark.parametrize("seed", range(6 * SEEDS))
+async def test_rows_draw_their_own_numbers_in_branches_they_take_and_loops_they_stay_in(seed: int) -> None:
+    """A row of a batch, of a pool, or of `map_fn` has the bits that it has alone, whatever the others do."""
+    part = program(Random(seed), 3)
+    with af.Graph(seed=seed) as graph:
+        x, k = af.placeholder("float64", ()), af.placeholder("int64", ())
+        loop = lambda pool: af.while_loop(  # noqa: E731
+            lambda i, _: i < k, lambda i, y: (i + 1, computed(part, y)), (0, x), pool=pool, name="loop"
+        )[1]
+        pairs = [loop(None), loop(af.Pool(4)), computed(part, x), af.batched(lambda y: computed(part, y))(x)]
+        rows = af.placeholder("float64", (None,))
+        lifted = [af.map_fn(lambda y: computed(part, y), rows, lift=lift, name="rows") for lift in (True, False)]
+    dice = Random(seed + 1)
+    feeds = [{x: dice.uniform(-1, 1), k: dice.randrange(4)} for _ in range(7)]
+    async with af.Session(graph) as session:
+        together = await asyncio.gather(*(session.run(pairs, each) for each in feeds))
+        for plain, pooled, once, batched in together:
+            assert plain.tobytes() == pooled.tobytes()
+            assert once.tobytes() == batched.tobytes()
+        fed = {rows: [dice.uniform(-1, 1) for _ in range(9)]}
+        one, other = await session.run(lifted, fed)
+        assert one.tobytes() == other.tobytes()
