@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.runtime.executor.kernels import single_call
 from asyncflow.runtime.lines.shares import PATIENCE_S
-from asyncflow.runtime.shared import pools
+from asyncflow.runtime.shared import pools, work
 from asyncflow.runtime.shared.pools import LoopPool
 from tests.conftest import OpenSession
 from tests.others import others_end
@@ -877,7 +877,7 @@ async def test_a_run_of_higher_priority_is_a_row_first(
     monkeypatch: pytest.MonkeyPatch, patience_s: float, in_order: list[str]
 ) -> None:
     """Of equal priorities the first deadline goes first; a deadline that is far off gives no precedence."""
-    monkeypatch.setattr(pools, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(work, "PATIENCE_S", patience_s)
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
         y = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(1))

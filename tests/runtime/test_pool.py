@@ -23,7 +23,6 @@ class Counting:
         self.inputs: Sequence[Array] = [np.array(start), np.array([name, start]), np.array(limit), by]
         self.name, self.start, self.limit = name, start, limit
         self.priority, self.due_s = rank
-        self.patient_s = 0.5
         self.is_gone = self.is_checked = False
         self.number = self.since = 0
 
@@ -125,7 +124,7 @@ class _State(NamedTuple):
             for g in self.pool.groups.values()
             for each, x in zip(g.rows, g.inputs(0, len(g.rows))[0], strict=True)
         ]
-        waiting = [each.name for each in self.pool._waiting]
+        waiting = [each.name for each in self.pool.line]
         gone = [each.name for each in self.members if each.is_gone]
         alone = [(each.name, int(each.inputs[0])) for each in (self.pool.alone,) if each is not None]
         return str((rows, waiting, gone, alone, sorted(self.outcome.items()), self.step is None))
@@ -289,7 +288,7 @@ def test_rows_of_other_shapes_are_groups() -> None:
 
 
 def test_rows_that_grow_begin_together() -> None:
-    """Once as many wait as there are rows, one has waited long enough, or one has been a row before."""
+    """Rows wait for others only while values grow, and unless one of them was a row before."""
     pool: PoolRows[Counting] = PoolRows(64, 1, (True,))
 
     def join(count: int, *, is_checked: bool = False) -> list[int]:
@@ -297,7 +296,8 @@ def test_rows_that_grow_begin_together() -> None:
             each = Counting(0, 0, 0, np.array(0))
             each.inputs, each.is_checked = [np.zeros(1)], is_checked
             pool.join(each)
-        pool.admit(0.25)
+        if pool.has_returned() or not pool.is_growing or len(pool.line) >= pool.live:
+            pool.admit()
         return [len(group.rows) for group in pool.groups.values()]
 
     def step() -> None:
@@ -313,7 +313,7 @@ def test_rows_that_grow_begin_together() -> None:
     step()
     pool.settle(next(iter(pool.groups.values())), 0, np.zeros(4, bool))
     assert join(2) == [4, 8]
-    assert pool.admit(0.5) != []
+    pool.admit()
     step()
     assert join(1, is_checked=True)[-1] == 1
     step()
@@ -322,6 +322,18 @@ def test_rows_that_grow_begin_together() -> None:
     (group,) = pool.groups.values()
     pool.advance(group, [np.zeros((4, 1))], np.ones(4, bool))
     assert join(1) == [5]  # they grow no more
+
+
+def test_cancelled_activations_leave_the_line() -> None:
+    """A policy is told of the others alone, and the line forgets their values."""
+    pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS)
+    waiting = [Counting(name, 0, 9, np.array(1), (name % 2, name)) for name in range(6)]
+    for each in waiting:
+        pool.join(each)
+    for each in waiting[::3]:
+        pool.give_up(each)
+    pool.drop()
+    assert [each.name for each in pool.line] == [2, 4, 1, 5]
 
 
 def test_rows_that_have_grown_count_with_all_their_elements() -> None:

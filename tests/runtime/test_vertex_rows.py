@@ -47,9 +47,9 @@ def sets_of(graph: Any, initial: Any, own: Any) -> RunOfSets:
     return RunOfSets.of(inputs, InputCounts(3, 1, 1, 0), ["x"])
 
 
-def in_groups(rows: VertexRows[Member], arity: int | None) -> list[tuple[Member, list[Any]]]:
+def in_groups(rows: VertexRows[Member], arity: int | None, waiting: list[Member]) -> list[tuple[Member, list[Any]]]:
     """Let waiting members join; return the ones without vertices."""
-    together, empty = rows.take_waiting()
+    together, empty = rows.sorted_out(waiting)
     for members in together:
         graph = af.InputGraph(*joined([each.sets for each in members]))
         plan = ordered(graph, arity=arity)
@@ -86,15 +86,17 @@ def test_each_run_has_its_own_rows(seed: int, arity: int | None) -> None:
     rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=True)
     ended: list[Member] = []
     asked: list[Member] = []
+    waiting: list[Member] = []
     largest = 0
-    while len(asked) < 60 or rows.groups or rows.waiting:
+    while len(asked) < 60 or rows.groups or waiting:
         for _ in range(random.randrange(4) if len(asked) < 60 else 0):
             asked.append(member(len(asked), arity))
-            rows.waiting.append(asked[-1])
+            waiting.append(asked[-1])
         if asked and random.random() < 0.1:
             random.choice(asked).is_gone = True
         rows.drop()
-        ended += map(check, in_groups(rows, arity))
+        ended += map(check, in_groups(rows, arity, waiting))
+        waiting.clear()
         assert not any(each.is_gone for each in rows.members)
         largest = max([largest, *(len(group.places) for group in rows.groups)])
         groups = list(rows.groups)
@@ -119,10 +121,9 @@ def test_each_run_has_its_own_rows(seed: int, arity: int | None) -> None:
 def test_a_run_with_few_sets_waits_for_no_other() -> None:
     """The run leaves with its own last set, whatever the sets of runs that joined with it."""
     rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
-    for length in (2, 5, 3):
-        sets = sets_of(af.InputGraph.chain([length]), np.zeros(2), np.ones((length, 2)))
-        rows.waiting.append(Member(sets, None, None))
-    in_groups(rows, 1)
+    structures = [(length, af.InputGraph.chain([length])) for length in (2, 5, 3)]
+    sets = [sets_of(chain, np.zeros(2), np.ones((length, 2))) for length, chain in structures]
+    in_groups(rows, 1, [Member(each, None, None) for each in sets])
     (group,) = rows.groups
     left = []
     while rows.groups:
@@ -136,8 +137,8 @@ def test_a_run_with_few_sets_waits_for_no_other() -> None:
 def test_an_order_of_several_graphs(arity: int | None) -> None:
     """Each as a group of its own has the order of its graph alone."""
     members = [each for each in (member(number, arity) for number in range(0, 40, 2)) if each.sets.size]
-    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False, waiting=members)
-    in_groups(rows, arity)
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
+    in_groups(rows, arity, members)
     (group,) = rows.groups
     for each, found in zip(members, rows.part([group]), strict=True):
         plan = ordered(af.InputGraph(*each.sets.graph), arity=arity)
@@ -170,15 +171,15 @@ def test_what_would_shift_others_is_put_in_order_apart(
     inputs = (*graph, np.zeros(2), np.ones((max(len(offsets) - 1, 0), 2)))
     wrong = Member(RunOfSets.of(inputs, InputCounts(3, 1, 1, 0), ["x"]), None, None)
     right = [member(2, 2), member(4, 2)]
-    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False, waiting=[right[0], wrong, right[1]])
-    assert rows.take_waiting() == ([[wrong], right], [])
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
+    assert rows.sorted_out([right[0], wrong, right[1]]) == ([[wrong], right], [])
 
 
 def test_runs_with_other_states_of_missing_children_are_other_groups() -> None:
     rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
-    rows.waiting += [each for each in (member(number, 2) for number in range(9)) if each.sets.size]
-    expected = [[each for each in rows.waiting if each.sets.initial[0][0] == value] for value in (0.0, 1.0)]
-    together, _ = rows.take_waiting()
+    waiting = [each for each in (member(number, 2) for number in range(9)) if each.sets.size]
+    expected = [[each for each in waiting if each.sets.initial[0][0] == value] for value in (0.0, 1.0)]
+    together, _ = rows.sorted_out(waiting)
     assert sorted(together, key=lambda members: float(members[0].sets.initial[0][0])) == expected
 
 
@@ -193,8 +194,8 @@ def test_the_example_of_two_runs_in_one_group() -> None:
     members = [
         Member(sets_of(graph, np.zeros(2), np.ones((graph.n_vertices, 2))), None, None) for graph in (tree, leaf)
     ]
-    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=True, waiting=members)
-    in_groups(rows, arity=2)
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=True)
+    in_groups(rows, 2, members)
     (group,) = rows.groups
     assert group.set_starts == [0, 3, 4]
     assert group.ranks[3].tolist() == [1, 2]

@@ -16,13 +16,9 @@ event                    state                                        action
                                                                       their own, so that none waits for the other
 `set_apart`              `overdue`                                    it goes on in a lane of its own; the lane is free
 `take`                   calls of the lane are under way              nothing
-`take`, not idle         fewer than `max_size` wait, and all have     nothing: others may still come
-                         half of their time until they are due
-`take`, idle             it pays to wait for members that were just   nothing, until they are back, or late (`Returns`)
-                         answered
 `take`                   pools go before the lane                     nothing
-`take`                   a policy of the user's lets no member join   nothing, until it is asked again
-`take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
+`take`                   its policy, the user's or `LeastTime`, lets  nothing, until it is asked again
+                         no member join
 `take`                   else                                         members past deadlines leave; a call is made
                                                                       of the others, of the size that is best, or
                                                                       several at once
@@ -61,11 +57,9 @@ from asyncflow.ops.user.step_policy import NextStep, WaitingMember, decide
 from asyncflow.runtime.lines.halving import halves
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
-from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
+from asyncflow.runtime.shared.call_costs import EXPLORE, LONG, CallCosts
 from asyncflow.runtime.shared.call_sizes import size_in_time
-
-_LONG = 2
-"""A call is long if it takes this multiple of its learnt time."""
+from asyncflow.runtime.shared.step_rules import LeastTime, WaitingLine
 
 _SAFE = 1.1
 """A call is planned to take this multiple of its likely time, as times differ."""
@@ -98,8 +92,9 @@ def _due_ns(member: Gathered) -> float:
     return min(member.deadline_ns, member.offered_ns + PATIENCE_S * 1e9)
 
 
-def _halfway_ns(member: Gathered) -> float:
-    return (member.offered_ns + _due_ns(member)) / 2
+def _seen(member: Gathered) -> WaitingMember:
+    """Return what policies see of a member."""
+    return WaitingMember(member.priority, member.offered_ns / 1e9, member.deadline_ns / 1e9)
 
 
 M = TypeVar("M", bound=Gathered)
@@ -147,7 +142,7 @@ class BatchCall(Generic[M]):
         halfway_ns = (self.started_ns + min(member.deadline_ns for member in self.members)) / 2
         expected_ns = self.lane.costs.predict_ns(len(self.members))
         again_ns = 2 * self.left_ns - self.started_ns
-        return max(min(halfway_ns, again_ns), self.started_ns + _LONG * expected_ns)
+        return max(min(halfway_ns, again_ns), self.started_ns + LONG * expected_ns)
 
 
 @dataclass(slots=True, eq=False)
@@ -257,15 +252,6 @@ class Lane(Generic[M]):
             self.add(member)
         return taken
 
-    def leaves_ns(self) -> float:
-        """Return when the waiting members have waited as long as they may, where others may still come."""
-        found = min(member.offered_ns for member in self.waiting)
-        first = min(self.waiting, key=lambda each: each.deadline_ns)
-        # Learnt costs may be wrong by much: half of the time until its deadline is kept for the call.
-        needed_ns = _LONG * self.costs.predict_ns(min(len(self), self.policy.max_size))
-        last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
-        return min(found + self.policy.max_delay_s * 1e9, last_ns)
-
 
 class Batcher(Generic[M]):
     """The lanes of a session, and the choice of the next calls; see the rules above.
@@ -323,7 +309,7 @@ class Batcher(Generic[M]):
             is_idle: True if nothing else can go on, so that no member comes by itself.
             held_until_ns: until when pools go before a lane; infinity if that is not known.
         """
-        ready = [lane for lane in self.lanes.values() if self._is_ready(lane, now_ns, is_idle)]
+        ready = [lane for lane in list(self.lanes.values()) if self._is_ready(lane, now_ns, is_idle)]
         if held_until_ns is not None:
             for lane in ready:
                 lane.held_ns = held_until_ns(lane)
@@ -354,12 +340,8 @@ class Batcher(Generic[M]):
                 found = min(found, *(call.overdue_ns() for call in lane.under_way))
             elif now_ns < lane.held_ns:
                 found = min(found, lane.held_ns)
-            elif lane.waiting and self._asks(lane):
+            elif lane.waiting:
                 found = min(found, lane.asked_again_ns)
-            elif lane.waiting and self._delays(lane):
-                found = min(found, lane.leaves_ns())
-            elif lane.waiting and now_ns < (until_ns := self._returns_ns(lane, now_ns)):
-                found = min(found, until_ns)
         return found
 
     def overdue(self, now_ns: int) -> list[BatchCall[M]]:
@@ -438,85 +420,53 @@ class Batcher(Generic[M]):
             return False
         if lane.suspects:
             return True
+        # Before the policy is asked: a late member must not decide when a call begins, or for how many.
+        lane.drop_late(now_ns)
         if not lane.waiting:
+            self._drop_if_empty(lane)
             return False
-        if self._asks(lane):
-            return self._decides(lane, now_ns, is_idle)
-        if len(lane) >= lane.policy.max_size:  # and else there are few to look at
-            return True
-        if self._delays(lane):
-            is_due = now_ns >= lane.leaves_ns()
-        else:
-            # Where others always have work, such as a loop that never ends, nothing is ever idle.
-            is_due = is_idle and now_ns >= self._returns_ns(lane, now_ns)
-            is_due = is_due or any(now_ns >= _halfway_ns(first) for first in lane.waiting.firsts())
-        return is_due
+        return self._decides(lane, now_ns, is_idle)
 
     def _next(self, lane: Lane[M], now_ns: int) -> list[Sequence[M]]:
         while lane.suspects:
             suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
             if suspects:
                 return [suspects]
-        lane.drop_late(now_ns)
         if not lane.waiting:
             return []
-        if self._asks(lane):
+        if lane.policy.policy is not None and not self.is_ending:
             return [lane.take(lane.chosen)]
         tries = self.is_ending or self._random.randrange(_TRY) == 0
-        members = lane.fit(lane.take(self._size(lane)), now_ns, tries=tries)
+        chosen, costs = lane.chosen, lane.costs
+        if len(lane) > 1 and self._random.randrange(EXPLORE) == 0:  # another number than the best known one
+            if costs.fits is not None:
+                costs.fits *= 2  # there may be more memory now
+            chosen = min(len(lane), lane.most)
+        members = lane.fit(lane.take(chosen), now_ns, tries=tries)
         size = len(members)
         if not size:
             return []
-        count = 1 if lane.policy.cost == "none" else lane.costs.parts(size, self._random)
+        count = 1 if lane.policy.cost == "none" else costs.parts(size, self._random)
         return [members[size * part // count : size * (part + 1) // count] for part in range(count)]
 
-    def _asks(self, lane: Lane[M]) -> bool:
-        """Return True if a policy of the user's decides on the next call."""
-        return lane.policy.policy is not None and not self.is_ending
-
     def _decides(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
-        """Ask a policy of the user's; return True if there is something to do: a call, or an error to tell of."""
-        lane.drop_late(now_ns)
-        if not lane.waiting:
-            return True  # so that it is forgotten
-        policy = lane.policy.policy
-        assert policy is not None
-        by_place = sorted(lane.waiting.by_priority.items())
-        waiting = [
-            WaitingMember(priority, each.offered_ns / 1e9, each.deadline_ns / 1e9)
-            for priority, line in by_place
-            for each in line
-        ]
-        step = NextStep(now_ns / 1e9, waiting, 0, lane.most, is_idle, lambda size: lane.costs.predict_ns(size) / 1e9)
+        """Ask the policy; return True if there is something to do: a call, or an error to tell of."""
+        costs, policy = lane.costs, lane.policy.policy
+        waiting: Sequence[WaitingMember] = WaitingLine(lane.waiting, _seen)
+        if policy is None or self.is_ending:
+            policy = LeastTime(costs, lane.policy, self.is_ending)
+        else:
+            # Users may keep what they are told; the view is of the line, and changes with it.
+            waiting = tuple(waiting)
+        step = NextStep(now_ns / 1e9, waiting, 0, lane.most, is_idle, lambda size: costs.predict_ns(size) / 1e9)
         try:
             lane.chosen, again_s = decide(policy, step, lane.label)
         except Exception as error:
+            # A call is made all the same, which fails at once: its members are told as of any other failure.
             lane.chosen, again_s, lane.failure = len(lane), inf, error
         # Rounding to nanoseconds must not give the present time again, at which a virtual clock would stand still.
         lane.asked_again_ns = max(again_s * 1e9, now_ns + 1)
         return lane.chosen > 0
-
-    def _delays(self, lane: Lane[M]) -> bool:
-        return lane.policy.max_delay_s > 0 and not self.is_ending
-
-    def _returns_ns(self, lane: Lane[M], now_ns: int) -> float:
-        """Return until when waiting members should wait for answered members to return; minus infinity if not at
-        all.
-        """
-        if self.is_ending or lane.suspects or lane.policy.cost == "none":
-            return -inf
-        until_ns = lane.costs.returns.waits_until_ns(lane.costs, len(lane), lane.most, now_ns)
-        return min(until_ns, *map(_halfway_ns, lane.waiting.firsts()))
-
-    def _size(self, lane: Lane[M]) -> int:
-        costs, policy = lane.costs, lane.policy
-        explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
-        if explores and costs.fits is not None:
-            costs.fits *= 2  # there may be more memory now
-        most, waiting = lane.most, len(lane)
-        if explores or policy.cost == "none" or waiting == 1:
-            return min(waiting, most)
-        return costs.best(waiting, most)
 
     def _free(self, call: BatchCall[M]) -> None:
         if call in call.lane.under_way:  # or else it was divided, and is stopped only now

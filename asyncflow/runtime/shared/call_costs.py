@@ -26,6 +26,9 @@ _NEWS = 0.1
 EXPLORE = 32
 """One call in 32 tries another size than the best known: a size that was slow may not be any more."""
 
+LONG = 2
+"""A call is long if it takes this multiple of its learnt time, which may be wrong by as much."""
+
 _SHORT_NS = 1_000_000
 """Differences up to this may be noise."""
 

@@ -26,11 +26,11 @@ from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.lift.calls.pooled import STEPS, SharedLoop
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.lines.halving import in_halves
-from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.placed_pools import PlacedSteps
 from asyncflow.runtime.shared.rows.placed_rows import PlacedRows
 from asyncflow.runtime.shared.rows.pool import PoolRows, RowGroup
+from asyncflow.runtime.shared.step_rules import at_once, in_groups
 from asyncflow.runtime.shared.work import SharedMember, SharedWork, SharedWorks, common_values
 from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.streams.holding import RunPart, current_part
@@ -154,18 +154,13 @@ class PooledActivation(SharedMember):
     """
 
     __slots__ = (
-        *("due_s", "inputs", "is_checked", "number", "patient_s", "priority", "since"),
+        *("inputs", "is_checked", "number", "since"),
         *("is_parked", "streamed", "untaken"),
     )
 
     def __init__(self, pool: LoopPool, inputs: Sequence[Array], part: RunPart, streamed: tuple[Tensor, ...]) -> None:
-        super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
+        super().__init__(pool, f"a loop of {pool.shared.label}", part)
         self.inputs = inputs
-        self.part = part
-        self.priority = part.priority
-        self.since_s = now_s = pool.now_s()
-        self.due_s = min(part.deadline_s, now_s + PATIENCE_S)
-        self.patient_s = (now_s + self.due_s) / 2
         self.streamed = streamed
         self.untaken = 0
         self.is_parked = False
@@ -223,10 +218,6 @@ class LoopPool(SharedWork):
         if rank < self.stepper.rank:
             self._most_beside[...] = 1
 
-    def now_s(self) -> float:
-        """Return the time on the clock of deadlines."""
-        return self.batches.turn.loop.time()
-
     def members(self) -> Iterator[PooledActivation]:
         """See `SharedWork.members`."""
         return self.rows.everybody()
@@ -282,11 +273,12 @@ class LoopPool(SharedWork):
         rows, turn, code = self.rows, self.batches.turn, self._code
         before = rows.live
         rows.drop()
-        most = None if self.policy is None else self._joining(code.many)
         # With a policy, rows join by number alone: a single row is stepped in a group, as it may not stay alone.
-        may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams and most is None
-        alone = rows.single_out() if may_be_alone else None
-        for group, first in () if alone is not None else rows.admit(self.now_s(), most):
+        is_free = self.policy is None
+        may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams and is_free
+        alone = rows.single_out() if may_be_alone and rows.live < 2 else None
+        may_join = alone is None and rows.line.by_priority and not (is_free and rows.live == self.shared.pool.capacity)
+        for group, first in rows.admit(self._joining(code.many)) if may_join else ():
             await self._check(code.check, group, first)
         if rows.steps >= self._next_limit:
             await self._end_endless()
@@ -322,14 +314,16 @@ class LoopPool(SharedWork):
         return True
 
     def _joining(self, steps: _Steps) -> int:
-        """Return the number of waiting activations that the policy lets join."""
-        waiting = self.rows.waiting()
+        """Return the number of waiting activations that join."""
+        rows = self.rows
+        first = next(iter(rows.line.by_priority.values()))[0]
 
         def expected_s(size: int) -> float:
-            of_one = zip(waiting[0].inputs, self.shared.has_rows, strict=True)
+            of_one = zip(first.inputs, self.shared.has_rows, strict=True)
             return steps.expected_ns(size * sum([getattr(x, "size", 1) for x, own in of_one if own])) / 1e9
 
-        return self.joining(waiting, self.rows.live, self.shared.pool.capacity, expected_s)
+        rule = in_groups if rows.is_growing and not rows.has_returned() else at_once
+        return self.joining(rows.line, rows.live, self.shared.pool.capacity, expected_s, rule)
 
     def close(self) -> None:
         """See `SharedWork.close`."""

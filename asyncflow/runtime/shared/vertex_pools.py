@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
-from math import inf
 
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
@@ -18,7 +17,7 @@ from asyncflow.errors import of_firing
 from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.lines.halving import in_halves
-from asyncflow.runtime.lines.shares import PATIENCE_S
+from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.runtime.shared.work import SharedMember, SharedWork, SharedWorks, common_values
@@ -41,10 +40,8 @@ class VertexMember(SharedMember):
     __slots__ = ("sets",)
 
     def __init__(self, pool: VertexPool, sets: RunOfSets, part: RunPart) -> None:
-        super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
+        super().__init__(pool, f"the sets of {pool.shared.label}", part)
         self.sets = sets
-        self.part = part
-        self.since_s = pool.batches.turn.loop.time()
 
 
 class VertexPool(SharedWork):
@@ -62,6 +59,8 @@ class VertexPool(SharedWork):
         self.shared, self.policy, self.label = shared, shared.policy, shared.label
         self._common = common
         self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
+        self._line = PriorityLine[float, VertexMember]()
+        """Runs that join with a later step."""
         self._memory: MemoryAccount
         self._joining: list[VertexMember] = []
         """Runs whose graphs are being ordered."""
@@ -77,7 +76,7 @@ class VertexPool(SharedWork):
 
     def members(self) -> list[VertexMember]:
         """See `SharedWork.members`."""
-        return [*self.rows.members, *self.rows.waiting, *self._joining]
+        return [*self.rows.members, *self._line, *self._joining]
 
     def places(self) -> list[PlaceInLine]:
         """See `LinedState.places`; those too that are still to be told."""
@@ -89,8 +88,8 @@ class VertexPool(SharedWork):
 
     def join(self, member: VertexMember) -> None:
         """One joins when its graph is in order, which is made so while others compute."""
-        self.rows.waiting.append(member)
-        self.come(member.part.priority)
+        self._line.add(member.priority, member.due_s, member)
+        self.come(member.priority)
         self.batches.steps.look()
         if not (self._is_awaited or self.policy is not None):
             self._is_awaited = True
@@ -114,7 +113,7 @@ class VertexPool(SharedWork):
             taken = self._taken()
             while taken:
                 await self._join(taken.pop(0))
-        elif self.policy is not None and rows.waiting:
+        elif self.policy is not None and self._line:
             self._arrived()
         if rows.groups:
             # Who has ended with the step before goes on, and others come, while a thread computes this one.
@@ -128,11 +127,11 @@ class VertexPool(SharedWork):
         rows, turn = self.rows, self.batches.turn
         if not rows.groups:
             self._deliver()
-            if not (rows.waiting or self._joining):
+            if not (self._line or self._joining):
                 return False
-            if self.is_held or not rows.waiting or (self.policy is not None and self._joining):
+            if self.is_held or not self._line or (self.policy is not None and self._joining):
                 await self.wait_for_change()
-        elif rows.is_for_one and turn.now() < self._burst_end:
+        elif rows.is_for_one and not self._line and turn.now() < self._burst_end:
             return True
         await asyncio.sleep(0)  # others may join
         self._burst_end = turn.now() + BURST_NS
@@ -151,10 +150,11 @@ class VertexPool(SharedWork):
 
     def _taken(self) -> list[list[VertexMember]]:
         """Return lists of waiting runs to put in order together; large graphs begin here, in tasks of their own."""
-        most = len(self.rows.waiting) if self.policy is None else self._may_join()
-        if not most:
-            return []
-        together, empty = self.rows.take_waiting(most)
+        line = self._line
+        for member in [each for each in line if each.is_gone]:
+            line.discard(member.priority, member.due_s, member)
+        most = self.joining(line, len(self.rows.members) + len(self._joining))
+        together, empty = self.rows.sorted_out([line.pop() for _ in range(most)])
         self._ended += empty
         found = []
         for members in together:
@@ -165,15 +165,6 @@ class VertexPool(SharedWork):
             if len(large) < len(members):
                 found.append([member for member in members if member not in large])
         return found
-
-    def _may_join(self) -> int:
-        """Return the number of waiting runs that the policy lets join, after they are sorted."""
-        rows = self.rows
-        rows.waiting = sorted(
-            [each for each in rows.waiting if not each.is_gone],
-            key=lambda each: (each.part.priority, min(each.part.deadline_s, each.since_s + PATIENCE_S)),
-        )
-        return self.joining(rows.waiting, len(rows.members) + len(self._joining), inf, lambda _: 0.0)
 
     async def _join(self, members: list[VertexMember]) -> None:
         """Order graphs as one; if that fails, each by itself, and runs at fault are told."""

@@ -26,6 +26,9 @@ from weakref import WeakKeyDictionary
 from asyncflow.lift.calls.batched import SharedCode, identity_of
 from asyncflow.ops.user.step_policy import NextStep, StepPolicy, WaitingMember, decide
 from asyncflow.runtime.lines.gate import Waiter
+from asyncflow.runtime.lines.priority_line import PriorityLine
+from asyncflow.runtime.lines.shares import PATIENCE_S
+from asyncflow.runtime.shared.step_rules import WaitingLine, at_once
 from asyncflow.runtime.shared.step_turns import Stepper
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.values import Array
@@ -40,18 +43,29 @@ class SharedMember(ToldPlace):
 
     Attributes:
         part: its run.
+        priority: of the run; lower numbers are more important.
         since_s: when it came, in the event loop's time.
+        due_s: its deadline, or a second after it came if that is sooner.
     """
 
     is_called_outside = True
 
-    __slots__ = ("part", "since_s")
+    __slots__ = ("due_s", "part", "priority", "since_s")
 
-    part: RunPart
-    since_s: float
+    def __init__(self, work: SharedWork, what: str, part: RunPart) -> None:
+        super().__init__(work, what, tuple)
+        self.part, self.priority = part, part.priority
+        self.since_s = work.batches.turn.loop.time()
+        self.due_s = min(part.deadline_s, self.since_s + PATIENCE_S)
+
+
+def _seen(member: SharedMember) -> WaitingMember:
+    """Return what policies see of a member."""
+    return WaitingMember(member.priority, member.since_s, member.part.deadline_s)
 
 
 C = TypeVar("C")
+M = TypeVar("M", bound=SharedMember)
 
 
 class SharedWork(TellingState):
@@ -69,7 +83,7 @@ class SharedWork(TellingState):
     """
 
     policy: StepPolicy | None
-    """The user's decision when members join; None for at once."""
+    """The user's decision when members join; None for a rule of `asyncflow.runtime.shared.step_rules`."""
     label: str
     """The name of the function or loop in errors of the policy."""
 
@@ -124,21 +138,28 @@ class SharedWork(TellingState):
         self.changed.admit()
 
     def joining(
-        self, waiting: Sequence[SharedMember], joined: int, capacity: float, expected_s: Callable[[int], float]
+        self,
+        line: PriorityLine[float, M],
+        joined: int,
+        capacity: float = inf,
+        expected_s: Callable[[int], float] = lambda _: 0.0,
+        rule: StepPolicy = at_once,
     ) -> int:
-        """Return how many of the members that wait join the next step, as the policy says.
+        """Return how many of the members that wait join the next step, as the policy says, or `rule` without one.
 
         Raises:
             Exception: the policy has failed.
         """
         self._asked_again_s, self.is_held = inf, False
         self.changed.forget()
-        if self.policy is None or not waiting or self.batches.is_ending:
-            return len(waiting)
+        if not line.by_priority:
+            return 0
         turn = self.batches.turn
-        members = [WaitingMember(each.part.priority, each.since_s, each.part.deadline_s) for each in waiting]
-        step = NextStep(turn.loop.time(), members, joined, capacity, turn.is_idle, expected_s)
-        count, self._asked_again_s = decide(self.policy, step, self.label)
+        waiting: Sequence[WaitingMember] = WaitingLine(line, _seen)
+        if self.policy is not None:
+            rule, waiting = (at_once if self.batches.is_ending else self.policy), tuple(waiting)
+        step = NextStep(turn.loop.time(), waiting, joined, capacity, turn.is_idle, expected_s)
+        count, self._asked_again_s = decide(rule, step, self.label)
         self.is_held = not (count or joined)
         return count
 
@@ -146,8 +167,6 @@ class SharedWork(TellingState):
         """Return when a member has come or left, or the policy is to be asked again; others have their turns."""
         steps = self.batches.steps
         steps.gone(self.stepper)
-        if self.policy is None:  # and else what has come since it was asked counts
-            self.changed.forget()
         with suppress(TimeoutError):
             await self.changed.wait(self._asked_again_s)
         steps.turns.come(self.stepper, self.stepper.rank)

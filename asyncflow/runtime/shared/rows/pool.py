@@ -18,8 +18,7 @@ event                    action
 ======================== =============================================================================================
 `join`                   the activation waits
 `admit`                  waiting ones become rows behind the others, as far as there is room: the lowest priority
-                         number, but for a share of the rows for each other one; of one number, the first due.
-                         Not where values grow and fewer wait than there are rows, unless one has waited long enough
+                         number, but for a share of the rows for each other one; of one number, the first due
 `settle`                 rows that do not go on leave, with their variables as results
 `advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
                          large as rows of another group join it
@@ -53,7 +52,6 @@ class Activation(Protocol):
         number: of its arrival, the last time that it joined.
         priority: activations with a lower number get rows first.
         due_s: of one priority, activations with a lower number get rows first.
-        patient_s: until then it may wait for others to begin with it.
         is_gone: True if its results are not wanted any more.
         is_checked: True if it is known to go on.
         since: number of steps that the pool has made without it; for a waiting one, minus the steps that it has made.
@@ -63,7 +61,6 @@ class Activation(Protocol):
     number: int
     priority: int
     due_s: float
-    patient_s: float
     is_gone: bool
     is_checked: bool
     since: int
@@ -234,18 +231,20 @@ class PoolRows(Generic[A]):
         """Type of the groups, by the place of their rows."""
         self.alone: A | None = None
         """The activation that was singled out."""
-        self._waiting = PriorityLine[float, A]()
+        self.line = PriorityLine[float, A]()
         """By priority, the activation that is due first in front."""
         self._arrivals = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
-        self._has_gone = self._is_growing = False
+        self.is_growing = False
+        """True if values have grown with the last step: rows that begin at different steps never have equal shapes."""
+        self._has_gone = False
         self._by_size = by_size
 
     @property
     def is_empty(self) -> bool:
         """Return whether the pool has no activation."""
-        return not (self.live or self._waiting.by_priority or self.alone is not None)
+        return not (self.live or self.line.by_priority or self.alone is not None)
 
     def everybody(self) -> Iterator[A]:
         """Return rows and waiting activations."""
@@ -253,13 +252,13 @@ class PoolRows(Generic[A]):
             yield self.alone
         for group in self.groups.values():
             yield from group.rows
-        yield from self._waiting
+        yield from self.line
 
     def join(self, activation: A) -> None:
         """Add an activation that waits for its first step, or for its next."""
         activation.number = self._arrivals
         self._arrivals += 1
-        self._waiting.add(activation.priority, activation.due_s, activation)
+        self.line.add(activation.priority, activation.due_s, activation)
 
     def give_up(self, activation: A) -> None:
         """Note that an activation's results are not wanted any more."""
@@ -267,37 +266,33 @@ class PoolRows(Generic[A]):
 
     def single_out(self) -> A | None:
         """Return the only activation, which then has no row and does not wait; None if there are several."""
-        if self.alone is None and self.live + len(self._waiting) == 1:
+        if self.alone is None and self.live + len(self.line) == 1:
             for group in self.groups.values():
                 self.join(self.park(group, 0))
             # `since` counted from the steps that it had made: now it counts those that the pool made without it.
-            if not (activation := self._waiting.pop()).is_gone:
+            if not (activation := self.line.pop()).is_gone:
                 activation.since += self.steps
                 self.alone = activation
-        return None if self._waiting.by_priority else self.alone
+        return None if self.line.by_priority else self.alone
 
-    def waiting(self) -> list[A]:
-        """Return the activations that wait and have not gone, by priority and then by when they are due."""
-        for activation in [each for each in self._waiting if each.is_gone]:
-            self._waiting.discard(activation.priority, activation.due_s, activation)
-        return [each for _, line in sorted(self._waiting.by_priority.items()) for each in line]
+    def has_returned(self) -> bool:
+        """Return True if an activation that is the next of its priority had a row before."""
+        return any(first.is_checked for first in self.line.firsts())
 
-    def admit(self, now_s: float = math.inf, most: int | None = None) -> list[tuple[RowGroup[A], int]]:
-        """Seat waiting activations; return the groups with rows not known to go on, each with its first such row.
+    def admit(self, most: int | None = None) -> list[tuple[RowGroup[A], int]]:
+        """Groups with rows that are new and not known to go on, and the first of these.
 
         Args:
-            now_s: the time.
             most: number of activations that become rows at most; None for any number.
         """
         fresh: dict[Hashable, list[A]] = {}
-        if most is None and self._is_growing and self._are_too_few(now_s):
-            return []
-        full = self._capacity if most is None else min(self._capacity, self.live + most)
-        if self.alone is not None:  # before the others: it is being stepped already
+        if self.alone is not None:
             self._seat(self.alone, fresh)
             self.alone = None
-        while self._waiting.by_priority and self.live < full:
-            activation = self._waiting.pop()
+        # Counted after the lone activation is seated: it is a row, and takes no other's room.
+        full = self._capacity if most is None else min(self._capacity, self.live + most)
+        while self.line.by_priority and self.live < full:
+            activation = self.line.pop()
             if not activation.is_gone:
                 activation.since += self.steps
                 self._seat(activation, fresh)
@@ -310,12 +305,6 @@ class PoolRows(Generic[A]):
                 activation.is_checked = True
                 group.add(activation, activation.inputs)
         return found
-
-    def _are_too_few(self, now_s: float) -> bool:
-        """Return whether waiting activations had better begin with others; never if one of them had a row before."""
-        if len(self._waiting) >= self.live:
-            return False
-        return not any(first.is_checked or first.patient_s <= now_s for first in self._waiting.firsts())
 
     def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
         """Give an activation a row, now or with others of its shapes that are not known to go on."""
@@ -356,7 +345,7 @@ class PoolRows(Generic[A]):
         has_changed = group.write(following)
         if self._by_size and not has_changed:
             has_changed = any(group.extents(row, by_size=True) != group.key for row in range(len(group.rows)))
-        self._is_growing = has_changed
+        self.is_growing = has_changed
         ended = self.settle(group, 0, goes_on)
         if has_changed and group.rows:
             self._regroup(group)
@@ -400,10 +389,12 @@ class PoolRows(Generic[A]):
             self.alone = None
 
     def drop(self) -> None:
-        """Remove rows that are not wanted any more."""
+        """Remove activations that are not wanted any more, rows and waiting ones."""
         if self._has_gone:
             self._has_gone = False
             self.remove_where(lambda activation: activation.is_gone)
+            for activation in [each for each in self.line if each.is_gone]:
+                self.line.discard(activation.priority, activation.due_s, activation)
 
     def remove_where(self, leaves: Callable[[A], bool]) -> list[A]:
         """Remove rows without results, and return them."""

@@ -176,7 +176,7 @@ class VertexGroup(Generic[R]):
         sizes = np.array([member.sets.size for member in members])
         firsts = sizes.cumsum() - sizes
         # The vertex of a run that is last in execution order tells how many sets the run needs. `reduceat` has no empty
-        # parts: members without vertices never get here (`take_waiting`).
+        # parts: members without vertices never get here (`sorted_out`).
         sets = set_starts.searchsorted(np.maximum.reduceat(positions, firsts), side="right").tolist()
         # Roots ascend by number, so the roots of a run stand together. A rank is a position plus 1, for row 0.
         roots = order[root_ranks - 1].searchsorted(firsts).tolist()
@@ -268,14 +268,12 @@ class VertexRows(Generic[R]):
         n_states: number of these that are states.
         gives_rows: True if runs get rows of all their vertices, False for states of roots alone.
         groups: groups of runs.
-        waiting: runs that join with the next step.
     """
 
     specs: Sequence[Spec]
     n_states: int
     gives_rows: bool
     groups: list[VertexGroup[R]] = field(default_factory=list)
-    waiting: list[R] = field(default_factory=list)
 
     @property
     def members(self) -> list[R]:
@@ -284,16 +282,11 @@ class VertexRows(Generic[R]):
 
     @property
     def is_for_one(self) -> bool:
-        """Return whether a single run is there, and none waits."""
-        return len(self.groups) == 1 and len(self.groups[0].places) == 1 and not self.waiting
+        """Return whether a single run is there."""
+        return len(self.groups) == 1 and len(self.groups[0].places) == 1
 
-    def take_waiting(self, most: int | None = None) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
-        """Return the first `most` waiting members in lists to put in order together, and, with results, empty members.
-
-        None takes every waiting member.
-        """
-        count = len(self.waiting) if most is None else most
-        waiting, self.waiting = self.waiting[:count], self.waiting[count:]
+    def sorted_out(self, waiting: Iterable[R]) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
+        """Return waiting members in lists to put in order together, and, with results, empty members."""
         together: dict[Hashable, list[R]] = {}
         apart, empty = [], []
         for member in waiting:

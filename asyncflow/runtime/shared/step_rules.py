@@ -1,0 +1,139 @@
+"""The rules by which steps of shared work begin where users give no policy: policies themselves (`StepPolicy`).
+
+Batched functions, pooled loops and shared vertex maps differ in what a step computes. When it begins, and with how many
+members, is the decision of a policy in all of them: the user's, or one of these. Each is a pure function of the waiting
+members, of measured costs and of the time, which a test can call without a session.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
+from typing import Generic, TypeVar, overload
+
+from asyncflow.ops.user.batch import Batch
+from asyncflow.ops.user.step_policy import NextStep, WaitingMember, WaitUntil
+from asyncflow.runtime.lines.priority_line import PriorityLine
+from asyncflow.runtime.lines.shares import PATIENCE_S
+from asyncflow.runtime.shared.call_costs import LONG, CallCosts
+
+M = TypeVar("M")
+
+_PRIORITY = attrgetter("priority")
+
+
+class WaitingLine(Sequence[WaitingMember], Generic[M]):
+    """The members of a line in its order, each made as policies see it when it is looked at.
+
+    A rule that only counts members takes as long for a thousand as for one. The line must not change meanwhile; users
+    get a tuple, which they may keep.
+
+    Args:
+        line: the members.
+        seen: makes what policies see of a member.
+    """
+
+    def __init__(self, line: PriorityLine[float, M], seen: Callable[[M], WaitingMember]) -> None:
+        self._line, self._seen, self._count = line, seen, len(line)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[WaitingMember]:
+        lines = self._line.by_priority
+        return (self._seen(member) for priority in sorted(lines) for member in lines[priority])
+
+    @overload
+    def __getitem__(self, index: int) -> WaitingMember: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[WaitingMember]: ...
+    def __getitem__(self, index: int | slice) -> WaitingMember | Sequence[WaitingMember]:
+        lines = self._line.by_priority
+        if len(lines) > 1 or isinstance(index, slice):
+            return list(self)[index]
+        (members,) = lines.values()
+        return self._seen(members[index])
+
+
+def at_once(step: NextStep) -> int:
+    """Return the number of all waiting members: they join the next step, as far as there is room.
+
+    This is the rule of pools whose rows keep their shapes and of shared vertex maps, on the host or on a device.
+    One more row costs a step little, so a member that waits for others gains nothing, and they lose nothing.
+    For example, a pool has room for 8 rows, 6 are there and 3 wait: 2 join now, and one when a row has ended.
+    """
+    return len(step.waiting)
+
+
+def in_groups(step: NextStep) -> int | WaitUntil:
+    """Return the number of all waiting members once they are as many as the rows, or one has waited for long enough.
+
+    This is the rule of pools whose values grow: rows that begin at different steps never have equal shapes.
+    Each group of rows is a step of its own, so a new one has to be as large as all before it together.
+    For example, 4 rows are there and 3 members wait: they join with the fourth.
+    They also join when the first due one has waited for half of its time, which ends at its deadline or in a second.
+    """
+    until_s = first_halfway_s(step.waiting)
+    return len(step.waiting) if len(step.waiting) >= step.joined or step.now_s >= until_s else WaitUntil(until_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTime:
+    """The rule of batched functions: a call is made when nothing else can go on, for as many as take the least time.
+
+    A full call is made at once. So is a call with a member that has waited for half of its time.
+    A call waits for clients that were just answered if one larger call saves more time than they are away (`Returns`).
+    With `max_delay_s` it is made when a member has waited for so long, or for half of the time until its deadline.
+    As many join as make all waiting members take the least time (`CallCosts.best`); with ``cost="none"`` all.
+
+    Attributes:
+        costs: of the calls.
+        batch: the user's options.
+        is_ending: True if no more members will come.
+    """
+
+    costs: CallCosts
+    batch: Batch
+    is_ending: bool = False
+
+    def __call__(self, step: NextStep) -> int | WaitUntil:
+        """See the class."""
+        batch, count = self.batch, len(step.waiting)
+        most = int(min(step.capacity, batch.max_size))
+        if count < batch.max_size and step.now_s < (until_s := self._until_s(step, most)):
+            return WaitUntil(until_s)
+        return count if batch.cost == "none" or count == 1 else self.costs.best(count, most)
+
+    def _until_s(self, step: NextStep, most: int) -> float:
+        if self.batch.max_delay_s and not self.is_ending:
+            return self._delayed_until_s(step.waiting)
+        halfway_s = first_halfway_s(step.waiting)
+        if not step.is_idle:  # asked again once others have gone on
+            return -inf if step.now_s >= halfway_s else inf
+        if self.is_ending or self.batch.cost == "none":
+            return -inf
+        now_ns = round(step.now_s * 1e9)
+        until_ns = self.costs.returns.waits_until_ns(self.costs, len(step.waiting), most, now_ns)
+        return min(until_ns / 1e9, halfway_s)
+
+    def _delayed_until_s(self, waiting: Sequence[WaitingMember]) -> float:
+        first = min(waiting, key=attrgetter("deadline_s"))
+        # What is known of costs may be wrong by much, and so half of the time until the deadline is kept.
+        needed_s = LONG * self.costs.predict_ns(min(len(waiting), self.batch.max_size)) / 1e9
+        last_s = min(first.deadline_s - needed_s, (first.since_s + first.deadline_s) / 2)
+        return min(min(member.since_s for member in waiting) + self.batch.max_delay_s, last_s)
+
+
+def first_halfway_s(waiting: Sequence[WaitingMember]) -> float:
+    """Return when the first member of a priority has waited for half of the time until it is due."""
+    found_s, place, last = inf, 0, waiting[-1].priority
+    while True:
+        first = waiting[place]
+        due_s = min(first.deadline_s, first.since_s + PATIENCE_S)
+        found_s = min(found_s, (first.since_s + due_s) / 2)
+        if first.priority == last:
+            return found_s
+        place = bisect_right(waiting, first.priority, lo=place + 1, key=_PRIORITY)
