@@ -108,12 +108,7 @@ def vertex_map(
         GraphError: (in the run, as the cause of a KernelError) the graph has a cycle, too many children, or a type that
             there is not; the message names sample and vertex.
     """
-    functions = list(function.values()) if isinstance(function, Mapping) else [function]
-    for each in functions:
-        if not isinstance(each, VertexFunction):
-            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each!r}")
-    if not functions:
-        raise GraphError("vertex_map takes what @af.vertex_function gives; got no function")
+    functions = _functions_of(function)
     if not isinstance(graph, InputGraph):
         raise GraphError(f"vertex_map runs over the vertices of an af.InputGraph; got {brief(graph)}")
     given: Mapping[str, TensorLike] = {}
@@ -125,9 +120,7 @@ def vertex_map(
     check_flag(share, "vertex_map(share): share")
     if share and (streams != 1 or len(functions) != 1):
         raise GraphError("vertex_map(share=True) takes one function, and streams=1")
-    steps = None if isinstance(policy, str) or not callable(policy) else policy
-    if steps is not None and not share:
-        raise GraphError("vertex_map(policy=) takes a function with share=True; without it vertices are of one run")
+    order, steps = _order_and_steps(policy, share=share)
     with graph_for(*given.values(), graph.offsets), name_scope("vertex_map" if name is None else name) as scope:
         tensors = {key: as_tensor(value) for key, value in given.items()}
         label = scope.rstrip("/")
@@ -136,14 +129,7 @@ def vertex_map(
             if len(functions) > 1 and graph.types is None:
                 wanted = f"vertex_map of {len(functions)} functions needs a graph with types"
                 raise GraphError(f"{wanted}; this one has none")
-            order = check_order("breadth_first" if steps is not None else policy)
-            if share and order != "breadth_first":
-                warn_user(
-                    f"vertex_map(share=True) computes each vertex as soon as its children are: policy={policy!r} has "
-                    "no effect; leave it out, or pass share=False"
-                )
-            in_order = BY_NUMBER if share else order
-            plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
+            plans = schedules(graph, order, tensors, arity=arity, n_types=len(functions), parts=streams)
             parts = label, functions[0], graph, tensors, state
             # A part of the batch takes some rows of all: a permutation, whose gradient is the inverse, only the whole.
             maps = [_VertexMap(*parts, plan, share, streams == 1 and not share, steps) for plan in plans]
@@ -151,6 +137,35 @@ def vertex_map(
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
             raise GraphError(f"vertex_map computes many vertices at once, but {reason}") from None
+
+
+def _functions_of(function: VertexFunction | Mapping[str, VertexFunction]) -> list[VertexFunction]:
+    """Return the functions by type; raise `GraphError` unless there is one, and all are vertex functions."""
+    functions = list(function.values()) if isinstance(function, Mapping) else [function]
+    for each in functions:
+        if not isinstance(each, VertexFunction):
+            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each!r}")
+    if not functions:
+        raise GraphError("vertex_map takes what @af.vertex_function gives; got no function")
+    return functions
+
+
+def _order_and_steps(policy: str | StepPolicy, *, share: bool) -> tuple[str, StepPolicy | None]:
+    """Return the order of the vertices, and the user's decision when runs join, from `policy`, which gives either."""
+    if not isinstance(policy, str) and callable(policy):
+        if not share:
+            raise GraphError("vertex_map(policy=) takes a function with share=True; without it vertices are of one run")
+        return BY_NUMBER, policy
+    # A misspelt order is an error with share=True too, although no order has an effect there.
+    order = check_order(policy)
+    if not share:
+        return order, None
+    if order != "breadth_first":
+        warn_user(
+            f"vertex_map(share=True) computes each vertex as soon as its children are: policy={policy!r} has no "
+            "effect; leave it out, or pass share=False"
+        )
+    return BY_NUMBER, None
 
 
 def _traced(
