@@ -1,8 +1,9 @@
 """`PriorityLine`: members that wait, by priority, by deadline and by arrival. It has no clock and no event loop.
 
-These wait in such lines: runs for admission, members of batched calls, activations for rows of a pool, and calls of
-functions with limits. Elements of a queue with `order="priority"` do not. They leave strictly by priority, without
-shares, and each may have a priority of its own, so a heap holds them.
+These wait in such lines: runs for admission, members of batched calls, activations for rows of a pool, runs of shared
+vertex maps, and calls of functions with limits. Two others do not. Elements of a queue with `order="priority"` leave
+strictly by priority, without shares, and each may have a priority of its own: a heap holds them, in a room below the
+runtime. Steps of shared work have turns by time in each place (`asyncflow.runtime.shared.step_turns`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ others are longer, it has one step between two of each. The lowest waits for no 
 of each. Of waiting steppers of a rank, the most overdue goes first: a step is due a second after it was asked for, or
 at the first deadline of its members. A stepper that was there until a moment ago counts as there (`LINGER_NS`), as
 clients whose calls have ended ask again.
+
+A `PriorityLine` would not do for the waiting steppers. The rank of a stepper changes while it waits, as members come
+and leave. Shares are of the time in each place, where several steps may run at once. A rank is owed its share although
+none of its steppers waits. Their tasks do stand at a `Gate` (`StepWaits`).
 """
 
 from __future__ import annotations
