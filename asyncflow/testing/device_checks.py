@@ -144,9 +144,10 @@ async def _feeds(subject: _Subject) -> None:
     for dtype in _DTYPES:
         with subject.graph():
             xs = [af.placeholder(dtype, shape) for shape in (*_SHAPES, (4, 3, 2))]
+            # Computed on: a fed value that is fetched need not reach the device at all.
             ys = [af.stack([x, x]) for x in xs]
         values = [np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype) for shape in _SHAPES]
-        values.append(values[-1].T)
+        values.append(values[-1].T)  # whose rows do not lie side by side
         wanted = [np.stack([value, value]) for value in values]
         await subject.expect(list(zip(ys, wanted, strict=True)), dict(zip(xs, values, strict=True)))
 
@@ -233,9 +234,11 @@ async def _loops(subject: _Subject) -> None:
 
         nested = af.while_loop(lambda i, _: i < 4, inner, (0, x))[1]
     for values in (np.array([1.0, 1.0, 1.0]), np.array([2.0, 9.0, 10.0])):
+        # `nested` is x, and i times x for each i below 4.
         wanted = [*((root, np.sqrt(values)) for root in roots), (nested, 7 * values)]
         await subject.expect(wanted, {x: values})
         async with subject.alone(regions=False) as session:
+            # Without regions the scheduler takes each node by itself, where generated code runs whole loops.
             _require_equal(await session.run(roots[0], {x: values}), np.sqrt(values), "the loop without regions")
 
 
@@ -262,6 +265,7 @@ async def _gradients(subject: _Subject) -> None:
         result: Array = np.sin(np.sin(np.sin(x) * x) * x) * x
         return result
 
+    # A central difference in float64 is off by some 1e-10, far within what `_require_equal` allows.
     slope = (looped(values + 1e-6) - looped(values - 1e-6)) / 2e-6
     await subject.expect([(gradient, slope)], {x: values})
 
@@ -337,7 +341,7 @@ async def _results(subject: _Subject) -> None:
     """Results are the caller's own: whoever changes them changes nothing else."""
     with subject.fed((3,)) as x:
         constant = af.constant(np.ones(3, np.float32)) * 1.0
-    for _ in range(2):
+    for _ in range(2):  # the second run has the constant that the caller of the first might have changed
         first, second = await subject.session.run([x, constant], {x: np.ones(3, np.float32)})
         _require_equal(first, np.ones(3, "f4"), "the feed")
         _require_equal(second, np.ones(3, "f4"), "the constant")
@@ -374,10 +378,11 @@ async def _cancelling(subject: _Subject) -> None:
     """A run that would never end can be cancelled, has a deadline, and leaves the session as it was."""
     with subject.fed((2,)) as x:
         good = x + 1.0
+        # A magnitude is never below 0, so neither is the sum.
         endless = af.while_loop(lambda t: af.sum(t) > -1.0, lambda t: af.abs(af.sin(t)), (x,))[0]
     feeds = {x: np.ones(2, "f4")}
     running = asyncio.ensure_future(subject.session.run(endless, feeds))
-    for _ in range(20):
+    for _ in range(20):  # until the run is under way: one that has not begun is cancelled by asyncio alone
         await asyncio.sleep(0)
     running.cancel()
     await _raised(running, asyncio.CancelledError)
@@ -391,6 +396,7 @@ async def _memory(subject: _Subject) -> None:
     with subject.fed((None,)) as x:
         y = af.sum(af.concat([x, x]) * 2.0)
     async with subject.alone(memory_limit=limit) as session:
+        # The large one is half of the limit, and joined to itself all of it, beside which it is still held.
         small, large = np.ones(1 << 10, "f4"), np.ones(limit // 8, "f4")
         memory = session.devices[0].memory
         assert memory.limit == limit
@@ -422,7 +428,7 @@ async def _closing(subject: _Subject) -> None:
     """A closed device holds nothing and takes no more work, and another one can be opened."""
     with subject.graph():
         y = af.constant(np.ones((64, 64), np.float32)) * 2.0
-    for _ in range(2):
+    for _ in range(2):  # the second session opens the device that the first one has closed
         async with subject.alone() as session:
             device = session.devices[0]
             _require_equal(await session.run(y), np.full((64, 64), 2, "f4"), y.name)

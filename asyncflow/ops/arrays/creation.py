@@ -107,6 +107,7 @@ def full_like(
         x = as_tensor(x)
         value = _fill_value(fill_value, x.dtype if dtype is None else dtype)
         with placed_on(device):
+            # With a shape that is known, `x` is no input: it need not be computed for this, nor be kept.
             return apply(FULL, value, shape=x.shape)[0] if is_static(x.shape) else apply(FULL_LIKE, x, value)[0]
 
 
@@ -261,6 +262,7 @@ def _length(*bounds: Array | None) -> int | None:
     if len(numbers) < 3 or numbers[2] == 0:
         return None
     start, stop, step = numbers
+    # As NumPy counts, in floats, too: a stop that rounding passes is one element more there as well.
     length: int = math.ceil((stop - start) / step)
     return max(0, length)
 
@@ -445,7 +447,7 @@ def from_dlpack(x: SupportsDLPack, /, *, device: str | None = None, copy: bool |
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         raise GraphError(f"from_dlpack: cannot read {type(x).__name__} in host memory: {error}") from error
     with placed_on(device):
-        return constant(array)
+        return constant(array)  # a copy, as the other library may write to its array
 
 
 install(to_device=to_device)

@@ -223,7 +223,7 @@ class Session(CheckpointedSession, NotPickled):
         return self._runs.in_flight.closed is None and self._loop is asyncio.get_running_loop()
 
     async def aclose(self, grace_s: float = 5.0) -> None:
-        """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
+        """Let runs in flight end for up to `grace_s` seconds, stop the others, and free everything. Idempotent.
 
         A stream whose consumer is not waiting for its next item is stopped at once, and so are runs that wait for their
         turn (`max_runs`). A coroutine function that ignores its cancellation is left behind after 5 s, and named.
@@ -241,7 +241,8 @@ class Session(CheckpointedSession, NotPickled):
                 "from here asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.aclose(), that_loop))"
             )
         self._runs.refuse("the session is closed; make a new one")
-        async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
+        # Last in, first out: runs end before what they use. Each step is done whatever becomes of those before it.
+        async with AsyncExitStack() as closing:
             for device in self.devices:
                 closing.push_async_callback(device.aclose, _THREADS_END_S)
             closing.push_async_callback(self._runs.copies.aclose, _THREADS_END_S)
@@ -276,7 +277,7 @@ class Session(CheckpointedSession, NotPickled):
         await self._runs.drain("the session is being drained and starts no more runs; ask another", grace_s)
 
     async def _leave_containers(self) -> None:
-        """Brings what containers' variables have in the memory of the session's devices to the host."""
+        """Bring what containers' variables have in the memory of the session's devices to the host."""
         holders = [holder for device in self.devices if (holder := holder_of(device.xp)) is not None]
         if self._loop is None or not holders:
             return
@@ -300,6 +301,7 @@ class Session(CheckpointedSession, NotPickled):
         if runs is not None and runs.in_flight.closed is None and self._has_started:
             if self._loop is not None:
                 warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
+            # Nothing here may wait: the collector calls this on any thread, also on one that is waited for.
             for device in self.devices:
                 for stream in device.streams:
                     stream.stop()
@@ -447,11 +449,12 @@ class Session(CheckpointedSession, NotPickled):
         random_seed: int,
         placement: Mapping[str, str],
     ) -> list[Value]:
-        """Does what the run of that number did in a session with that seed, and gives a list of the fetched values.
+        """Do what the run of that number did in a session with that seed, and return a list of the fetched values.
 
         Nodes are on the devices that `placement` has for their names.
         """
         in_flight = self._runs.in_flight
+        # Random draws count by the number of their run, and the next one gets that of the recorded run.
         in_flight.begun, in_flight.random_seed = number - 1, random_seed
         self._placed.update(placement)
         fetched: list[Value] = await self.run(fetches, feeds, trace=trace, allow_dead=True)
@@ -501,7 +504,7 @@ class Session(CheckpointedSession, NotPickled):
     def run_function(
         self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value], *, atomic: bool = False
     ) -> Coroutine[object, object, Nest]:
-        """Runs a traced `@af.function`: its outputs and all its effects."""
+        """Run a traced `@af.function`: its outputs and all its effects."""
         return self.run_call(self._calls.of_function(graph, outputs, feeds), tuple(feeds.values()), atomic=atomic)
 
     def stream(
@@ -513,7 +516,7 @@ class Session(CheckpointedSession, NotPickled):
         trace: Trace | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Nest, None]:
-        """Iterates over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
+        """Iterate over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
 
         Items come in the order of the iterations. The loop runs at most `parallel_iterations` ahead of the consumer.
         Leaving the ``async for`` early stops the run: at once inside ``async with contextlib.aclosing(...)``, else when
@@ -565,7 +568,7 @@ class Session(CheckpointedSession, NotPickled):
         note_ask()
 
         async def work(is_wanted: Callable[[], bool]) -> Nest:
-            self._bind()
+            self._bind()  # once more, on the loop: the session may have been closed since the other thread asked
             call, values = self._calls.of_run(fetches, feeds)
             return await self.run_call(call, values, timeout, priority=priority, is_wanted=is_wanted)
 
@@ -639,6 +642,7 @@ def _compile(
         ) from None
 
 
+# Threads do not live on in the child of a fork, so that a run there would wait for ever.
 def _poison_after_fork() -> None:
     for session in list(_forked):
         session._runs.in_flight.closed = "this session belongs to the parent process: make a new one after a fork"
