@@ -16,7 +16,10 @@ import numpy as np
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.options import positive_count
+from asyncflow.devices.values import Deliver as Deliver
 from asyncflow.devices.values import DeviceValue, is_shape
+from asyncflow.devices.values import Placed as Placed
+from asyncflow.devices.values import Shape as Shape
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Array, Kernel, Value
 
-Shape: TypeAlias = tuple[int, ...]
 ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
 """dtype and shape of an array."""
 
@@ -122,10 +124,6 @@ class CountedSpans(list[object]):
     __slots__ = ()
 
 
-Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
-"""Takes ``(value, error)``; one of the two is None."""
-
-
 class CoroutineKernel:
     """A bound kernel whose call gives a coroutine: its firings get tasks, whatever its op is."""
 
@@ -156,9 +154,6 @@ def host_kernel(kernel: object) -> HostKernel | None:
 
 Spans: TypeAlias = list[Any]
 """The notes of a device about the work that it launches; only it knows what a note is, and `settle` reads them."""
-
-Placed: TypeAlias = Any
-"""A value where a device keeps it: a `DeviceValue`, a number of the host, or an object that only kernels understand."""
 
 Mark: TypeAlias = Any
 """A point in the work of an asynchronous device, which only that device understands."""

@@ -19,11 +19,11 @@ from math import inf
 from typing import Protocol, TypeAlias
 
 from asyncflow.devices.memory import MemoryAccount, format_bytes
-from asyncflow.devices.protocol import Placed
 from asyncflow.devices.saved.mover import Mover
 from asyncflow.devices.saved.saved_handle import SavedEntry, SavedHandle, SavedState, Space, SwapCopy
 from asyncflow.devices.saved.swap import Moves, SwapStatistics
 from asyncflow.devices.saved.working_set import WorkingSet
+from asyncflow.devices.values import Placed
 from asyncflow.values import Value
 
 

@@ -6,16 +6,21 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from asyncflow.values import Array, Index, Namespace
 
-if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Deliver, Placed, Shape
-
 DType: TypeAlias = "np.dtype[Any]"
+
+Shape: TypeAlias = tuple[int, ...]
+
+Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
+"""Takes ``(value, error)``; one of the two is None."""
+
+Placed: TypeAlias = Any
+"""A value where a device keeps it: a `DeviceValue`, a number of the host, or an object that only kernels understand."""
 
 
 class DeviceValue:

@@ -25,7 +25,6 @@ This number only shrinks."""
 
 PARTS_IN_CIRCLES: Final = {
     "asyncflow.compiler": [3, 2],
-    "asyncflow.devices": [4],
     "asyncflow.devices.cuda": [5],
     "asyncflow.graph": [8],
     "asyncflow.lift": [3],

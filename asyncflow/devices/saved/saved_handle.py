@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
-from asyncflow.devices.protocol import Placed
 from asyncflow.devices.saved.working_set import Pace
+from asyncflow.devices.values import Placed
 from asyncflow.values import Value
 
 SHORT = 0.70
