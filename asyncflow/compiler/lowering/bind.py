@@ -24,7 +24,9 @@ from asyncflow.compiler.program.kernels.kernels import (
     bind_kernel,
     bind_launch,
     bind_member,
-    bind_region,
+    find_unknown_vectors,
+    kernel_flops,
+    kernel_specs,
 )
 from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.purity import nbytes
@@ -35,9 +37,10 @@ from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
-from asyncflow.devices.protocol import Capabilities, Device, is_coroutine_kernel
+from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Device, KernelInfo, is_coroutine_kernel
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.told import ToldAccount
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -136,10 +139,39 @@ class Binding:
             why_not = "check_numerics=True looks at every value"
         code = replace(code, launching=_launching(why_not, launching.capabilities, asked))
         could_capture = why_not is None
-        launch = bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+        launch = _bound_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
         # A graph that is replayed calls no kernel of its members.
         lasting = self.takes and not is_coroutine_kernel(launch) and any(map(lasts, region.walk()))
         return code, keeping(launch) if lasting else launch
+
+
+def _bound_region(
+    node: Node,
+    code: RegionCode,
+    device: AsynchronousDevice,
+    stream: int,
+    on_host: AbstractSet[Tensor],
+    *,
+    could_capture: bool,
+    asked: bool,
+) -> Kernel:
+    """Return the function that a firing of a region calls on a device that enqueues it as a whole."""
+    region: Region = node.attrs["region"]
+    first = 1 if code.needs_context else 0
+    launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=False,
+        needs_context=code.needs_context,
+        vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
+        launches=launches,
+        captures=could_capture and device.capabilities.capture_if(asked),
+        could_capture=could_capture,
+        flops=partial(kernel_flops, node),
+        infer=partial(kernel_specs, node),
+    )
+    return device.bind_region(code.function, info, is_generator=code.is_generator)
 
 
 def _launching(why_not: str | None, capabilities: Capabilities, asked: bool) -> str:

@@ -37,8 +37,6 @@ from asyncflow.streams.holding import in_line
 from asyncflow.values import Array
 
 if TYPE_CHECKING:
-    from asyncflow.compiler.regions.code.region_code import RegionCode
-    from asyncflow.compiler.regions.regions import Region
     from asyncflow.control.stores.array_value import ArrayValue
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Kernel, Namespace, Value
@@ -153,8 +151,8 @@ def bind_launch(
         is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
         in_region=in_region,
         recipe=None if is_checked else _recipe(node),  # a kernel made elsewhere would not check
-        flops=partial(_flops, node),
-        infer=partial(_infer, node),
+        flops=partial(kernel_flops, node),
+        infer=partial(kernel_specs, node),
     )
     kernel = bare(np if on_host else device.xp)
     if node.op.is_async and not iscoroutinefunction(kernel):
@@ -254,35 +252,6 @@ def find_unknown_vectors(inputs: Sequence[Tensor], on_host: AbstractSet[Tensor])
     )
 
 
-def bind_region(
-    node: Node,
-    code: RegionCode,
-    device: AsynchronousDevice,
-    stream: int,
-    on_host: AbstractSet[Tensor] = frozenset(),
-    *,
-    could_capture: bool = False,
-    asked: bool = False,
-) -> Kernel:
-    """The function that a firing of a region calls on a device that enqueues it as a whole."""
-    region: Region = node.attrs["region"]
-    first = 1 if code.needs_context else 0
-    launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
-    info = KernelInfo(
-        name=node.name,
-        stream=stream,
-        single=False,
-        needs_context=code.needs_context,
-        vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
-        launches=launches,
-        captures=could_capture and device.capabilities.capture_if(asked),
-        could_capture=could_capture,
-        flops=partial(_flops, node),
-        infer=partial(_infer, node),
-    )
-    return device.bind_region(code.function, info, is_generator=code.is_generator)
-
-
 def _one_by_one(new_array: Kernel, size: Array) -> ArrayValue:
     """A TensorArray for a device that knows when each value is written, and when its memory is free."""
     array: ArrayValue = new_array(size)
@@ -301,15 +270,23 @@ def _keeps_arrays(node: Node) -> bool:
     return node.op.effects is not None and any(resource is not node for resource, _ in node.op.effects(node))
 
 
-def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+def kernel_flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+    """Return the operations of one firing of a node on values of these shapes."""
     flops = flops_of(node, inputs, outputs)
     # Without a rule, an operation for each element: kernels of a simulated device take time by these.
     return float(sum(size_of(shape) or 0 for shape in outputs)) if flops is None else flops
 
 
-def _infer(
+def kernel_specs(
     node: Node, inputs: Sequence[ArraySpec], values: Mapping[int, Array] = _NO_VALUES
 ) -> Sequence[ArraySpec] | None:
+    """Return dtypes and shapes of the outputs for such inputs; None if they depend on further values.
+
+    Args:
+        node: the node.
+        inputs: dtypes and shapes of its inputs.
+        values: known values of inputs, by their positions.
+    """
     specs = [KnownSpec(*spec, values[place]) if place in values else Spec(*spec) for place, spec in enumerate(inputs)]
     inferred = node.op.infer(*specs, **node.attrs)
     outputs = (inferred,) if isinstance(inferred, Spec) else inferred
