@@ -124,7 +124,7 @@ GPU_WORKLOADS: dict[str, Workload] = {
     "gpu_batched": gpu_rows.measure_batched,
     "gpu_memory": gpu_memory.measure_memory,
 }
-"""Those of a card: part of all where there is one. ``gpu`` stands for all of them."""
+"""Workloads of a card, which run if there is one. ``gpu`` stands for all of them."""
 
 PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "two_device_loop": two_device_loop.draw,
@@ -143,7 +143,7 @@ PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "scheduling": scheduling.draw,
     "vertex_parts": vertex_parts.draw,
 }
-"""What draws the workload's results, and its timelines, into a folder."""
+"""Functions that draw the workload's results, and its timelines, into a folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

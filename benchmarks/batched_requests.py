@@ -1,6 +1,6 @@
-"""Requests for one model, each by itself or as rows of calls that those that wait share: LSTM steps, one vector each.
+"""Requests for one model, each by itself or as rows of shared calls: LSTM steps, one vector each.
 
-A request that is alone has to cost what it costs without batches, so that nobody need choose. With PyTorch, a module of
+A request that is alone has to cost as much as without batches, so that users need not choose. With PyTorch, a module of
 its own is measured, too, beside an op that calls it for all rows by hand.
 """
 
@@ -42,17 +42,17 @@ async def measure(
     by_hand: Mapping[str, Callable[[Array, Array, int], Trial]] | None = None,
     **options: Any,
 ) -> list[Result]:
-    """Requests per second, and their latencies, with batches and without.
+    """Measure requests per second, and their latencies, with batches and without.
 
     Args:
         peers: PyTorch, for its module.
         repeats: measured trials of each way.
         hidden: extent of states.
         steps: of each request.
-        clients: who ask at once.
+        clients: numbers of clients at once.
         requests: of all of them.
         workload: as results name it.
-        by_hand: other ways, from weights, what is asked, and how many clients there are.
+        by_hand: other ways, from weights, the requests, and how many clients there are.
         options: of the session.
     """
     random = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def _with_cpu(trial: Trial) -> Trial:
 
 
 def lstm(x: af.Tensor, weights: Array, steps: int) -> af.Tensor:
-    """The last of so many states, for the same input in every step; both are [hidden]."""
+    """Return the last of `steps` states, for the same input in every step; both are [hidden]."""
     start = np.zeros(weights.shape[0] // 2, np.float32)
 
     def step(i: af.Tensor, h: af.Tensor, c: af.Tensor) -> tuple[af.Tensor, ...]:

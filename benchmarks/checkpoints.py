@@ -1,13 +1,13 @@
 """Saving and restoring a session's variables, beside writing and reading the same bytes by hand.
 
-By hand is one file, written or read in chunks on a thread, without a checksum; written bytes are on the disk when it
-ends, as those of a checkpoint are. The disk differs from moment to moment by more than what is compared, so ratios of
-neighbouring trials count. What is read is the checkpoint's own file on both sides, as two files of the same bytes
-differ by half, depending on where they lie in memory. A program restores when it starts, so each trial is a process of
-its own, which gets all its memory from the kernel: in one process it depended on the trial before who had to have pages
-cleared. The gap is what a coroutine sees that always wants its turn, while a checkpoint is saved or restored, or a
-thread does it by hand, with `numpy.save`, or with `torch.save`. Training steps run beside a save in the same way, or
-without one: the ratio of the two medians is what a save costs a step.
+By hand is one file, written or read in chunks on a thread, without a checksum. At its end the written bytes are on the
+disk, as in a checkpoint. The disk differs from moment to moment by more than the compared times, so ratios of
+neighbouring trials count. Both sides read the checkpoint's own file, as two files of the same bytes differ by half,
+depending on their places in memory. A program restores when it starts, so each trial is a process of its own, which
+gets all its memory from the kernel. In one process, the earlier trial decided which of them had pages cleared. The gap
+is seen by a coroutine that always wants its turn, while a checkpoint is saved or restored, or a thread does it by hand,
+with `numpy.save`, or with `torch.save`. Training steps run beside a save in the same way, or without one: the ratio of
+the two medians is the cost of a save for a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ CHUNK: Final = 8 << 20
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 7, megabytes: int = 1000, variables: int = 20
 ) -> list[Result]:
-    """Milliseconds to save and to restore, the gaps of the event loop meanwhile, and those of a training step."""
+    """Measure milliseconds to save and to restore, the gaps of the event loop meanwhile, and the time of a training
+    step.
+    """
     rng = np.random.default_rng(0)
     values = [rng.random(megabytes * 125_000 // variables) for _ in range(variables)]
     graph, step = _graph(values)

@@ -1,12 +1,12 @@
-"""Counts the lines of code of each room, and what the change did to them: ``make size``, or with BASE=ref.
+"""Counts of the lines of code of each room, and their change: ``make size``, or with BASE=ref.
 
-Code is what is left without comments, docstrings (those of attributes too) and blank lines. The base is where the
+Code is counted without comments, docstrings (of attributes too) and blank lines. The base is where the
 branch left main; on main itself it is the last tag. Where neither is there, as in a shallow clone or outside git, the
 sizes stand alone.
 
-Each room has a cap, and so have all together. The command fails where a room is above its cap. A commit that needs
-more raises a cap here, by name, and says in its body what the lines are for. A commit that removes code lowers the cap
-of its room: the command names the rooms that stand well below theirs.
+Each room has a cap, and so have all together. The command fails where a room is above its cap. A commit that needs more
+raises a cap here, by name, and gives the reason in its body. A commit that removes code lowers the cap of its room: the
+command names the rooms that stand well below theirs.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def code_lines(source: str) -> int:
 
 
 def _docstrings(node: ast.AST) -> Iterator[ast.stmt]:
-    """The docstring of a module, class or function, and those of the attributes of a module or class."""
+    """Yield the docstring of a module, class or function, and docstrings of attributes."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
     if ast.get_docstring(node, clean=False) is not None:
@@ -107,7 +107,7 @@ def _is_bare_string(statement: ast.stmt) -> bool:
 
 
 def room_of(path: str) -> str:
-    """``asyncflow/graph/`` for a module anywhere in it; ``asyncflow/`` for those that stand in no room."""
+    """Return ``asyncflow/graph/`` for a module anywhere in it, and ``asyncflow/`` for modules in no room."""
     return "/".join(PurePosixPath(path).parts[:-1][:2]) + "/"
 
 
@@ -183,7 +183,7 @@ def _row(name: str, now: int, before: int | None, cap: int | None) -> str:
 
 
 def faults(now: Sizes) -> list[str]:
-    """Return the rooms above their caps, those without a cap, and the total if it is above its own."""
+    """Return the rooms above their caps, the rooms without a cap, and the total if it is above its own."""
     found = [f"{room} has no cap: give it one" for room in now if room not in CAPS]
     sized = {**{room: (lines, CAPS[room]) for room, lines in now.items() if room in CAPS}, "total": _total(now)}
     found += [

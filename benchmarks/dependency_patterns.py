@@ -1,7 +1,7 @@
 """A loop over n simulated devices whose iterations depend on each other in three ways (EuroSys '18, fig. 10).
 
-On each device an iteration is one matrix product. *Independent*: it needs the device's own last result. *Ring*: and
-that of a neighbour. *Barrier*: and those of all devices, whose sum is made on the first. Kernels and copies vary by a
+On each device an iteration is one matrix product. *Independent*: it needs the device's own last result. *Ring*: also a
+neighbour's. *Barrier*: also the results of all devices, whose sum is made on the first. Kernels and copies vary by a
 tenth, so a barrier waits for the slowest of all in every iteration, a ring for the slower of two.
 """
 
@@ -67,7 +67,7 @@ def build(pattern: str, count: int, *, rows: int, size: int, iterations: int) ->
 
 
 def inputs(pattern: str, states: Sequence[af.Tensor]) -> list[af.Tensor]:
-    """What each device multiplies, made from the states of the iteration before."""
+    """Return the operand of each device, made from the states of the iteration before."""
     names = devices(len(states))
     if pattern == "barrier":
         with af.device(names[0]):

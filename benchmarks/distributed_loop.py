@@ -1,8 +1,8 @@
 """A loop with a trivial body over 1 to 64 simulated machines, with and without a barrier (EuroSys '18, fig. 11).
 
-Every machine counts, from a number of its own: equal counters would be one. Without a barrier it needs nothing but the
-predicate, which one of them sends to all. With one, its next count needs those of all machines: they meet on the first,
-and the sum goes back.
+Every machine counts, from a number of its own: equal counters would be one. Without a barrier it needs only the
+predicate, which one of them sends to all. With a barrier, its next count needs the counts of all machines: they meet on
+the first, and the sum goes back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAPERS = {"without a barrier": {1: 20_581.0, 64: 2_014.0}, "with a barrier": {1:
 
 
 def build(count: int, *, barrier: bool, iterations: int) -> tuple[list[af.Tensor], list[af.Tensor]]:
-    """The loop over `count` devices: where each of them starts, and what it has counted."""
+    """Build the loop over `count` devices: their first numbers, and their counts."""
     with af.Graph():
         starts = [af.placeholder("int32", ()) for _ in range(count)]
 

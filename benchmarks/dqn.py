@@ -1,8 +1,8 @@
 """Deep Q-learning in one graph, and driven from Python with a graph for each part (EuroSys '18 §6.5).
 
 In the graph, a step is a run of its own, or an episode is; the environment is made of ops, or is awaited from outside,
-and then the graph learns meanwhile. Out of the graph, Python asks for an action, steps the environment, keeps what came
-of it in NumPy's arrays, and feeds a batch of it for learning. Every step learns.
+and then the graph learns meanwhile. Out of the graph, Python asks for an action, steps the environment, keeps the
+results in NumPy's arrays, and feeds a batch of them for learning. Every step learns.
 """
 
 from __future__ import annotations

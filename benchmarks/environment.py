@@ -38,7 +38,7 @@ HINDRANCES: Final = (
 
 
 def set_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of `environment` that would hold a system back."""
+    """Return the variables of `environment` that would hold a system back."""
     return {name: environment[name] for name in HINDRANCES if name in environment}
 
 
@@ -57,7 +57,7 @@ def restart_without_hindrances(arguments: Sequence[str]) -> None:
 
 
 def kernels(peers: Peers) -> dict[str, str]:
-    """Which matrix products each system computes with, by its own account."""
+    """Return the matrix kernels of each system, by its own account."""
     used = {"numpy": blas_library()}
     if (torch := peers.torch) is not None:
         used["torch"] = f"{_torch_library(torch)}, kernels for {torch.backends.cpu.get_cpu_capability()}"

@@ -1,4 +1,4 @@
-"""What does a run ask of a card? ``python -m benchmarks.gpu_launches`` counts for ten ordinary programs.
+"""Requests of a run to a card: ``python -m benchmarks.gpu_launches`` counts them for ten ordinary programs.
 
 Counted on the stand-in for CuPy, so the numbers are the same on every machine, and stand for no time: kernels and
 graphs that the host launches, copies, and arrays that it allocates, of one run of a program that has run before. After
@@ -38,7 +38,7 @@ _OTHERS: Final = frozenset({"eventRecord", "streamWaitEvent", "poison"})
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the host asked of a card in one run.
+    """Requests of the host to a card in one run.
 
     Attributes:
         kernels: launched one by one.
@@ -204,14 +204,14 @@ PROGRAMS: Final[Mapping[str, Callable[[], Program]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found of a program: the counts of a warm run, and the plan in words."""
+    """Findings about a program: the counts of a warm run, and the plan in words."""
 
     counts: Counts
     plan: str
 
     @property
     def reasons(self) -> list[str]:
-        """What the plan says of each region on the card."""
+        """Return the plan's lines about each region on the card."""
         lines = self.plan.replace(f"{ROOT}/", "").splitlines()
         return [line.partition("# ")[2] for line in lines if line.startswith("      # ")]
 

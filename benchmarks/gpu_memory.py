@@ -1,8 +1,8 @@
 """On a card: a training step of an LSTM layer over sequences whose saved values do not fit into a memory limit.
 
-The limit is a fifth more than what the shortest sequence takes if its loop keeps all that it saves; one twice as long
-does not fit then. What is measured is the time of an iteration, with the limit and without one, and the memory. Weights
-and inputs, the same few rows again and again, are on the card from the start, and little comes back.
+The limit is a fifth more than the shortest sequence takes if its loop keeps all saved values; a sequence twice as long
+does not fit then. The benchmark measures the time of an iteration, with the limit and without one, and the memory.
+Weights and inputs, the same few rows again and again, are on the card from the start, and little comes back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREDICTED_PEAK: Final = Figure("predicted memory", "MiB")
 FREE: Final = "without a limit"
 KEEP, SWAP, RECOMPUTE = "keep", "swap", "recompute"
 EXACT: Final = (FREE, KEEP, SWAP)
-"""Those whose results have the same bits; elsewhere other kernels compute values again."""
+"""Ways whose results have the same bits; elsewhere other kernels compute values again."""
 
 TOLERANCE: Final = 1e-3
 ROWS: Final = 4
@@ -49,7 +49,7 @@ MODELS: Final[Sequence[Mapping[str, int]]] = (
     {"hidden": 512, "batch": 512, "steps": 100},
     {"hidden": 2048, "batch": 512, "steps": 20},
 )
-"""Kernels of the first take less time than their launches, those of the second more."""
+"""Models: kernels of the first take less time than their launches, kernels of the second more."""
 
 MiB: Final = 1 << 20
 
@@ -82,11 +82,11 @@ class LimitedStep:
         self._predicted: dict[Figure, float] | None = None
 
     def explain(self) -> str:
-        """What is done with what the loop saves, and what it was predicted to cost."""
+        """Return the plan's choice for saved values, and its predicted cost."""
         return self.session.plan(self._fetches).explain(memory=True)
 
     def predicted(self) -> dict[Figure, float]:
-        """What the plan says; nothing if it has not chosen."""
+        """Return the plan's prediction; nothing if it has not chosen."""
         if self._predicted is None:
             self._predicted = {}
             for loop in self.session.plan(self._fetches).memory:
@@ -116,7 +116,7 @@ async def measure_memory(
     models: Sequence[Mapping[str, int]] = MODELS,
     lengths: Sequence[int] = (1, 2, 4),
 ) -> list[Result]:
-    """ms an iteration and MiB, by the length of the sequence (so many times `steps`), and by what is done."""
+    """Measure ms an iteration and MiB, by the length of the sequence (in multiples of `steps`), and by the way."""
     results = []
     for model in models:
         limit = await limit_of(model)
@@ -178,7 +178,7 @@ def _trial(name: str, step: LimitedStep, expected: NDArray[np.float32]) -> Trial
 def draw_memory(
     results: Sequence[Result], folder: Path, *, models: Sequence[Mapping[str, int]] = MODELS, times: int = 2
 ) -> list[Path]:
-    """What is planned for sequences that do not fit, and timelines of steps whose values move."""
+    """Draw the plans for sequences that do not fit, and timelines of steps whose values move."""
 
     async def drawn() -> list[Path]:
         lines, paths = [], []

@@ -1,7 +1,7 @@
 """On a card: vertex functions (Cavs, fig. 8), a pooled loop that decodes, and requests that share calls.
 
-Beside CuPy and PyTorch on the same card, batched by hand. Inputs of training steps are there from the start in every
-system, what is asked for comes from the host, and all give their results to it.
+Beside CuPy and PyTorch on the same card, batched by hand. In every system, inputs of training steps are on the card
+from the start, requests come from the host, and results go to it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ async def measure_pool(
     rows: int = 256,
     lengths: Sequence[tuple[int, int]] = ((64, 64), (20, 120), (512, 512)),
 ) -> list[Result]:
-    """Tokens/s of requests that are all there at once, each of so many steps of a GRU.
+    """Measure tokens/s of requests that are all there at once, each with its own number of GRU steps.
 
     By hand, all lengths are known in advance: rows stand in the order of their lengths, and none is ever moved.
     """
@@ -208,13 +208,13 @@ def _decoders(peers: Peers, weights: Array, xs: Array, counts: Array) -> dict[st
 
 
 def _functions(cupy: Any) -> Any:
-    """Those that PyTorch has, too, a kernel each."""
+    """Functions that PyTorch has, too, a kernel each."""
     sigmoid = cupy.ElementwiseKernel("T x", "T y", "y = 1 / (1 + exp(-x))", "sigmoid_by_hand")
     return SimpleNamespace(sigmoid=sigmoid, tanh=cupy.tanh, zeros_like=cupy.zeros_like)
 
 
 def _decoded(functions: Any, weights: Any, xs: Any, live: Sequence[int]) -> Any:
-    """The last states; so many rows go on in each step."""
+    """Return the last states; `live` has the number of rows that go on in each step."""
     width = weights.shape[0]
     states = functions.zeros_like(xs[:, :width])
     for count in live:

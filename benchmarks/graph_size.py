@@ -1,4 +1,4 @@
-"""What a node costs to build, to compile and to run, as graphs grow: flat lines mean that nothing is super-linear."""
+"""Costs of a node to build, to compile and to run, as graphs grow: flat lines mean that nothing is super-linear."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The harness: repeats of several systems, interleaved, checked to agree, and summarised as medians.
 
 A workload gives one `Trial` per system. Trials alternate (A B C, B C A, …), so that a slow moment of the machine hits
-all systems alike, and whatever they computed has to be the same: bit for bit, or within a tolerance that the workload
-states. A trial begins when the threads of the one before have come to rest.
+all systems alike. Their results have to be the same: bit for bit, or within a tolerance that the workload states. A
+trial begins when the threads of the one before have come to rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ASYNCFLOW: Final = "asyncflow"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something that a trial measures: what it is, and its unit."""
+    """A quantity of a trial: its name, and its unit."""
 
     name: str
     unit: str
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one trial gave: its figures, and what it computed (None if there is nothing to compare)."""
+    """The outcome of one trial: its figures, and its results (None if there is nothing to compare)."""
 
     figures: Mapping[Figure, float]
     answer: object = None
@@ -59,9 +59,9 @@ class Result:
 
     Attributes:
         workload: the program's name.
-        case: what it did, with its size.
-        figure: what was measured, and in which unit.
-        system: who did the work.
+        case: the work, with its size.
+        figure: the quantity and its unit.
+        system: the system that did the work.
         values: one per repeat, in order.
         ratio: asyncflow's value over this system's, the median over repeats, whose trials ran next to each other; None
             for asyncflow itself and for baselines.
@@ -105,11 +105,11 @@ async def compare(
     baselines: Collection[str] = (),
     tolerance: float = 0.0,
 ) -> list[Result]:
-    """Runs every trial `warm_ups` times unmeasured and `repeats` times measured, and summarises.
+    """Run every trial `warm_ups` times unmeasured and `repeats` times measured, and summarise.
 
     Args:
         workload: the program's name.
-        case: what the trials do.
+        case: the work of the trials.
         trials: by system.
         repeats: measured trials of each system.
         warm_ups: trials before those; 0 where a trial makes everything anew.
@@ -158,16 +158,16 @@ def cpu_of_other_threads() -> float:
 
 
 async def wait_for_idle_threads(cpu_s: Callable[[], float] = cpu_of_other_threads) -> bool:
-    """Waits until other threads of this process let go of the cores, for about a second at most.
+    """Wait until other threads of this process release the cores, for about a second at most.
 
-    The threads of a BLAS do not sleep at once when they run out of work: those of OpenBLAS were seen to spin for 20 to
-    120 ms, OpenMP's for 5 ms. The next trial would have one core less for so long.
+    The threads of a BLAS do not sleep at once when they run out of work: OpenBLAS's were seen to spin for 20 to 120 ms,
+    OpenMP's for 5 ms. The next trial would have one core less for so long.
 
     Args:
         cpu_s: their CPU time so far, in seconds.
 
     Returns:
-        Whether they took less than a tenth of a core during the last look at them.
+        True if they took less than a tenth of a core during the last look at them.
     """
     before = cpu_s()
     for _ in range(PROBES):
@@ -191,7 +191,7 @@ def timed(figure: Figure, scale: float, work: Callable[[], object]) -> Trial:
 
 
 def timed_await(figure: Figure, scale: float, work: Callable[[], Awaitable[object]]) -> Trial:
-    """`timed` for what is awaited."""
+    """Make a trial like `timed`, of awaited work."""
 
     async def trial() -> Sample:
         started = perf_counter()
@@ -241,7 +241,7 @@ def _summarise(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where and when the figures were taken."""
+    """Place and time of the measurements."""
 
     processor: str
     cores: int
@@ -249,7 +249,7 @@ class Machine:
     python: str
     packages: dict[str, str]
     kernels: dict[str, str]
-    """What each system computes matrix products with."""
+    """Library of each system for matrix products."""
     load: float
     """Mean number of busy processes over the last minute, before the first trial."""
 

@@ -1,8 +1,8 @@
-"""What does the host take for each thing that it does? ``python -m benchmarks.host_costs``, on a card.
+"""Costs of the host for each kind of work: ``python -m benchmarks.host_costs``, on a card.
 
 Small programs, each of which makes the host do much of one thing, run on a real card, and once more on a simulated one,
-which counts what the host was asked to do. The costs are those that explain the processor's time of all programs best,
-by least squares of relative errors. Time of the processor, not of the clock: while the host waits it is free.
+which counts the host's work. The costs explain the processor's time of all programs best, by least squares of relative
+errors. Time of the processor, not of the clock: while the host waits it is free.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _BATCH_S = 0.02
 _WARM_UPS = 4
 _MACHINE = "2 x h100, nvlink4"
 _KINDS = "sim", "cuda"
-"""The cards that count, and those that are measured."""
+"""Kinds of cards: one counts, and one is measured."""
 
 
 class HostProgram(NamedTuple):
     """Something that keeps the host busy."""
 
     name: str
-    """Says of what it is made."""
+    """Name of the work."""
     fetches: Nest
     """For a run."""
     options: Mapping[str, Any] = {}
     """Of the session."""
     devices: int = 1
     runs: int = 1
-    """How many are timed as one."""
+    """Number of runs that are timed as one."""
     events: int = 0
     """In place of runs: how many times a stream waits for another, which a simulation does not tell."""
     kind: str = ""
@@ -55,7 +55,7 @@ class HostProgram(NamedTuple):
     feeds: Mapping[af.Tensor, Array] = {}
 
     async def go(self, session: af.Session) -> None:
-        """Does once what is timed."""
+        """Do the timed work once."""
         if self.events:
             device = session.devices[0]
             for _ in range(self.events):
@@ -70,7 +70,7 @@ class HostProgram(NamedTuple):
 
 
 _Make: TypeAlias = Callable[[str, int, af.Tensor, af.Tensor], HostProgram]
-"""Makes a program: of a kind of devices and a size, around a matrix that is fed and one that is constant."""
+"""Maker of a program: of a kind of devices and a size, around a fed matrix and a constant one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Measured:
     seconds: float
 
     def explained_s(self, costs: Mapping[str, float]) -> float:
-        """How long it would take at these costs."""
+        """Return the expected time at these costs."""
         return sum(costs[f"{call}_s"] * count for call, count in self.calls.items())
 
 

@@ -1,14 +1,14 @@
 """One model behind HTTP, beside other servers: eight LSTM steps over a vector of 512 numbers.
 
 ``python -m benchmarks.http_serving``: answers a second and times, each with one BLAS thread, for 1, 8 and 32 clients
-that ask again once they are answered, and for 256: eight times what is computed together. Servers run at the same
-time, and are asked in turn; ratios are of neighbouring windows. ``--python`` names an interpreter that has uvicorn and
-the others (Mosec, LitServe, BentoML, Ray Serve); those that it has not are left out. All batch up to 32 requests, and
-those that want a time to wait for others get 2 ms.
+that ask again once they are answered, and for 256: eight times the largest batch. Servers run at the same time, and are
+asked in turn; ratios are of neighbouring windows. ``--python`` names an interpreter that has uvicorn and the others
+(Mosec, LitServe, BentoML, Ray Serve); missing ones are left out. All batch up to 32 requests, and servers that want a
+waiting time get 2 ms.
 
-The small model is one layer, whose row takes 20 µs: there it shows what a request costs besides. By hand, handlers
-append their rows to a list, which is computed at the end of the pass of the event loop. "Tuned" is what the guide says
-of the garbage collector.
+The small model is one layer, whose row takes 20 µs: it shows the other costs of a request. By hand, handlers append
+their rows to a list, which is computed at the end of the pass of the event loop. "Tuned" follows the advice of the
+guide on the garbage collector.
 
 Systems that are "limited" have 32 requests in flight and as many in line. They refuse the rest, and clients ask again
 at once: in the application, with `Lifespan.shed`, or with uvicorn's own limit.
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
 
 
 def numbers(system: str, body: bytes) -> Any:
-    """What a response says."""
+    """Return the numbers in a response."""
     if system not in JSON:
         return np.frombuffer(body, np.float32)
     found = json.loads(body)
@@ -129,7 +129,7 @@ def numbers(system: str, body: bytes) -> Any:
 
 
 class Load(NamedTuple):
-    """What clients got.
+    """Load of the clients.
 
     Attributes:
         rate: answers a second.

@@ -1,4 +1,4 @@
-"""How long other coroutines wait while a graph runs: the gaps that a coroutine sees which always wants its turn.
+"""Waits of other coroutines while a graph runs: the gaps that a coroutine sees which always wants its turn.
 
 The idle loop shows what the machine itself does to the figures. A gap in CPU time counts only the work that the loop's
 own thread did between two turns: other processes of the machine do not show in it, nor does waiting for another thread.

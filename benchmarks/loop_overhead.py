@@ -1,4 +1,4 @@
-"""What an iteration of a loop costs: a counter, five scalar operations, and matrix products of two sizes.
+"""Costs of an iteration of a loop: a counter, five scalar operations, and matrix products of two sizes.
 
 Every system runs one program, `while i < limit: i, x = i + 1, step(x)`. The eager ones count with Python's `range`
 where there is more to do than counting.
@@ -98,7 +98,7 @@ def _product_case(size: int, iterations: int) -> Case:
 
 
 def cases(iterations: int) -> list[Case]:
-    """The loops, with so many iterations of scalar ones, and fewer where they do more."""
+    """Return the loops, with `iterations` iterations of scalar ones, and fewer of larger ones."""
     constants = tuple(map(np.float32, (0.75, 0.5, 0.9, 0.25, 1.1)))
     return [
         Case(name="counter", iterations=iterations, step=None, by_hand=(PYTHON, _count_by_hand)),

@@ -46,7 +46,7 @@ class Model:
 
     @property
     def weights(self) -> tuple[Any, Any, Any]:
-        """What is trained."""
+        """The trained arrays."""
         return self.w_x, self.w_h, self.bias
 
     @property
@@ -141,9 +141,9 @@ class AsyncflowStep:
 
     Args:
         model: its numbers.
-        program: what is built.
-        outputs: how many numbers the mean is of.
-        fed: what else the program gets, beside the model's inputs and state.
+        program: builds the graph.
+        outputs: number of numbers in the mean.
+        fed: further feeds, beside the model's inputs and state.
         length: of the inputs, if the program has to know it.
         options: of the session.
     """
@@ -185,7 +185,7 @@ def tensorflow_step(
     length: int | None = None,
     threads: int = 1,
 ) -> Callable[[], Step]:
-    """The same in TensorFlow 1, with so many threads between ops."""
+    """Make the same step in TensorFlow 1, with `threads` threads between ops."""
     v1 = tensorflow.v1
     with tensorflow.graph() as graph:
         xs = v1.placeholder(v1.float32, (length, *model.xs.shape[1:]))
@@ -202,7 +202,7 @@ def tensorflow_step(
 
 
 def tensorflow_functions(tensorflow: TensorFlow) -> Any:
-    """What programs call, under asyncflow's names."""
+    """Return the functions that programs call, under asyncflow's names."""
     v1 = tensorflow.v1
     return SimpleNamespace(
         device=v1.device,
@@ -232,7 +232,7 @@ def timed_step(outputs: int, work: Callable[[], Step]) -> Trial:
 
 
 def timed_step_await(outputs: int, work: Callable[[], Awaitable[Step]]) -> Trial:
-    """`timed_step` for what is awaited."""
+    """Make a trial like `timed_step`, of awaited work."""
 
     async def trial() -> Sample:
         started = perf_counter()
@@ -243,9 +243,9 @@ def timed_step_await(outputs: int, work: Callable[[], Awaitable[Step]]) -> Trial
 
 
 def comparable(step: Step, outputs: int) -> NDArray[np.float32]:
-    """All numbers of a step in one array.
+    """Return all numbers of a step in one array.
 
-    The gradients are those of the sum over all outputs. Those of the mean are so small that any two of them would be
+    The gradients are of the sum over all outputs. Gradients of the mean are so small that any two of them would be
     within the harness's tolerance.
     """
     loss, found = step

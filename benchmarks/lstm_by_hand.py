@@ -1,9 +1,8 @@
-"""The training step of an LSTM layer by hand: what the machine has to give, and the reference of all others.
+"""The training step of an LSTM layer by hand: the reference of all others, in NumPy or CuPy.
 
-In NumPy or CuPy.
-What does not depend on the state is one product for all steps: ``x @ w_x`` before the loop, the gradients of both
+Work that does not depend on the state is one product for all steps: ``x @ w_x`` before the loop, the gradients of both
 weights after it. All buffers are made once. Sequences may have different lengths: sorted by them, longest first, step t
-has the rows of those that are longer than t, and all rows of all steps are packed one step after the other.
+has the rows of longer sequences, and all rows of all steps are packed one step after the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training step of an LSTM layer over sequences of one length: forward, and backward through the loop.
 
-Everybody gets one thread, or everybody two: inside products, or between them. NumPy by hand is the reference: one
+Every system gets one thread, or every system two: inside products, or between them. NumPy by hand is the reference: one
 product for all steps wherever the state does not matter, buffers made once.
 """
 
@@ -46,7 +46,7 @@ async def measure(
     hidden: int = 512,
     threads: Sequence[int] = (1, 2),
 ) -> list[Result]:
-    """ms per training step, for every number of threads: inside products, and of those above one between them too."""
+    """Measure ms per training step, for every number of threads: inside products, and above one also between them."""
     model = random_model(steps, batch, hidden)
     results = []
     for count in threads:
@@ -91,7 +91,9 @@ async def _compare(
 
 @contextmanager
 def _threads(peers: Peers, count: int) -> Iterator[None]:
-    """So many for NumPy and PyTorch; TensorFlow gets them between ops, for those inside are one number a process."""
+    """Set `count` threads for NumPy and PyTorch; TensorFlow gets them between ops, as its threads inside are one number
+    a process.
+    """
     torch: Any = peers.torch
     before = torch.get_num_threads() if torch is not None else 0
     with threadpool_limits(limits=count, user_api="blas"):

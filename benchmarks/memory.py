@@ -1,4 +1,4 @@
-"""How much memory a loop takes, and whether more iterations take more: `x = x * scale + offset` on 1 MiB.
+"""Memory of a loop, and its growth with the number of iterations: `x = x * scale + offset` on 1 MiB.
 
 Every measurement is a process of its own, which runs this module, for memory once taken stays with a process. It reads
 Linux's ``/proc``; elsewhere nothing is measured.
@@ -34,7 +34,7 @@ CAN_MEASURE = _RESET_PEAK.exists()
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 2, iterations: Sequence[int] = (100, 2_000)
 ) -> list[Result]:
-    """MiB that the first run of the loop adds at its peak to the process, and those of the whole process."""
+    """Measure MiB that the first run of the loop adds at its peak to the process, and MiB of the whole process."""
     if not CAN_MEASURE:
         return []
     systems = [ASYNCFLOW, NUMPY]
@@ -65,7 +65,7 @@ def _main(system: str, iterations: int) -> None:
 
 
 def peak_of(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """What `work` adds to this process at its peak and the process's peak, in MiB; and what `work` gives."""
+    """Return the MiB that `work` adds to this process at its peak, the process's peak, and the result of `work`."""
     before = _resident("VmRSS")
     _RESET_PEAK.write_text("5", encoding="ascii")
     answer = work()

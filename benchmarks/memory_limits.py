@@ -1,7 +1,7 @@
-"""A training step of an LSTM over a long sequence, within less memory than what it saves takes: time against memory.
+"""A training step of an LSTM over a long sequence, in less memory than its saved values need: time against memory.
 
 The step of `training_memory`, with its length known beforehand, so that a plan can be made for a limit. Every
-measurement is a process of its own: what it adds to the process's memory at its peak, and the time of the second step.
+measurement is a process of its own: the growth of the process's memory at its peak, and the time of the second step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""More requests than can be served: how many are served in time, how soon the others know, and what is important.
+"""More requests than can be served: answers in time, times until refusals, and important requests.
 
-Requests come at random, whether or not earlier ones have been answered, and are of use within ten times what one takes
-alone; one in twenty-five is important. The first case computes, as many at a time as there are cores; the second waits
-for a database, which serves eight at a time. By hand, a semaphore lets as many in, and as many may wait.
+Requests come at random, whether or not earlier ones have been answered. An answer is of use within ten times the time
+of one request alone; one request in twenty-five is important. The first case computes, as many at a time as there are
+cores; the second waits for a database, which serves eight at a time. By hand, a semaphore lets as many in, and as many
+may wait.
 
 In the cases of batches a call takes 20 ms and 4 ms for each member, and a request is of use within 200 ms. By hand, a
-call has the next 22 members, which is the best size, of those that it answers in time.
+call has the next 22 members that it can answer in time, which is the best size.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ CALL_MS, MEMBER_MS, USEFUL_S = 20.0, 4.0, 0.2
 DEFAULT: Final = "asyncflow, max_runs='auto'"
 UNLIMITED: Final = "asyncflow, no limit"
 PATIENCE: Final = 10
-"""An answer is of use within so many times what one takes alone."""
+"""Multiple of the time of one request alone within which an answer is of use."""
 QUEUED: Final = 2
-"""For each run that may be in flight, so many may wait."""
+"""Number of runs that may wait for each run in flight."""
 IMPORTANT_PART: Final = 0.04
 
 
 @dataclass(slots=True)
 class _Log:
-    """What became of the requests of one trial, in seconds."""
+    """Ends of the requests of one trial, in seconds."""
 
     latencies: dict[int, list[float]] = field(default_factory=lambda: {0: [], 1: []})
     refusals: list[float] = field(default_factory=list)
@@ -64,9 +65,10 @@ async def measure(
     alone: int = 40,
     rates: Sequence[float] = (260.0, 400.0),
 ) -> list[Result]:
-    """Goodput and latencies at `times` what can be done, by admission, by its default, by hand, and without a limit.
+    """Measure goodput and latencies at `times` the capacity, by admission, by its default, by hand, and without a
+    limit.
 
-    What can be done is told from `alone` requests a client.
+    The capacity is measured by `alone` requests a client.
     """
     cores, connections = os.cpu_count() or 1, asyncio.Semaphore(8)
     with af.Graph() as graph:
@@ -135,7 +137,7 @@ async def _batches(rate: float, repeats: int, seconds: float) -> list[Result]:
 
 
 def _calls_by_hand(most: int) -> Ask:
-    """One call at a time for so many of those that wait, first come first served."""
+    """Make one call at a time for up to `most` waiting requests, first come first served."""
     waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
     is_busy = False
 
@@ -168,7 +170,7 @@ def _calls_by_hand(most: int) -> Ask:
 
 
 async def _calibrated(ask: Ask, servers: int, each: int) -> tuple[float, float]:
-    """How long a request takes alone, and how many can be done a second, told from so many a client."""
+    """Return the time of one request alone, and the number of requests a second, from `each` requests a client."""
     for _ in range(3):
         await ask(0, None)
     began = perf_counter()

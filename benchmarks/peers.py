@@ -45,7 +45,9 @@ class TensorFlow:
         return context
 
     def session(self, graph: Any, *, threads: int) -> Any:
-        """A session with a pool of so many threads between ops, and one inside an op; 0 leaves the choice to it."""
+        """Open a session with a pool of `threads` threads between ops, and one inside an op; 0 leaves the choice to
+        it.
+        """
         config = self.v1.ConfigProto(
             intra_op_parallelism_threads=1,
             inter_op_parallelism_threads=threads,
@@ -56,7 +58,7 @@ class TensorFlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """What takes part; None where it is not installed, or left out."""
+    """Systems that take part; None if one is not installed, or left out."""
 
     tensorflow: TensorFlow | None = None
     torch: Any = None
@@ -70,7 +72,7 @@ class Peers:
 
     @property
     def missing(self) -> list[str]:
-        """Names of those that do not."""
+        """Names of systems that do not take part."""
         return [name for name in self.__slots__ if getattr(self, name) is None]
 
 
@@ -125,7 +127,7 @@ def load_jax() -> Any:
 
 
 def load_dynet() -> Any:
-    """DyNet, which batches what is alike by itself, or ImportError: it is on the registry as dyNET38."""
+    """Return DyNet, which batches equal work by itself, or raise ImportError: it is on the registry as dyNET38."""
     import dynet_config
 
     dynet_config.set(autobatch=1, mem=2048, random_seed=1)

@@ -1,4 +1,4 @@
-"""Pictures of what was measured: curves, bars, and timelines with a lane per device, as PNG.
+"""Pictures of measurements: curves, bars, and timelines with a lane per device, as PNG.
 
 They need the extra `plot` (matplotlib), which is imported where a picture is drawn.
 """
@@ -27,7 +27,7 @@ _MOST_ENTRIES_INSIDE: Final = 4
 
 
 _APART = 1.25
-"""Numbers of the x axis are told where they are so many times as large as the one before."""
+"""Least ratio of two labelled numbers of the x axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

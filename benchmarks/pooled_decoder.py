@@ -101,7 +101,7 @@ class Decoder(NamedTuple):
         grows: bool = False,
         seed: af.Tensor | None = None,
     ) -> af.Tensor:
-        """What the last of `n` steps found of all words; with a seed, words are sampled."""
+        """Return the scores of all words at the last of `n` steps; with a seed, words are sampled."""
         width = self.ask.shape[0]
         last, x = af.shape(prompt)[0] - 1, af.take(self.words, prompt, axis=0)[:-1]
         room = None if grows else self.room
@@ -139,7 +139,7 @@ class Decoder(NamedTuple):
         return found
 
     def by_hand(self, requests: list[Request], capacity: int, random: np.random.Generator | None = None) -> Array:
-        """The same of all requests: live rows side by side, the last one in the place of one that ends.
+        """Compute all requests by hand: live rows side by side, the last one in the place of a row that ends.
 
         Args:
             requests: of all clients.

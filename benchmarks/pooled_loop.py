@@ -1,7 +1,7 @@
-"""A loop that runs for another number of iterations in each request: its activations stepped together, or alone.
+"""A loop with another number of iterations in each request: its activations stepped together, or alone.
 
 A GRU of 20 to 120 steps, whose input and length are each request's own. By hand, NumPy steps all live rows in one loop
-without any requests, which says what is there to be won.
+without any requests: this is the possible gain.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def _by_hand_trial(weights: np.ndarray[Any, Any], requests: list[Request], capac
 
 
 def by_hand(weights: np.ndarray[Any, Any], requests: list[Request], capacity: int) -> np.ndarray[Any, Any]:
-    """The last states, [requests, width]: live rows side by side, the last one in the place of one that ends."""
+    """Return the last states, [requests, width]: live rows side by side, the last one in the place of a row that
+    ends.
+    """
     width = weights.shape[0]
     inputs, states = np.empty((capacity, 3 * width), np.float32), np.empty((capacity, width), np.float32)
     made, limits = np.empty(capacity, np.int64), np.empty(capacity, np.int64)

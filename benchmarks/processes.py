@@ -12,7 +12,7 @@ LIMIT_S: Final = 1800
 
 
 async def run_python(*arguments: str) -> str:
-    """What ``python *arguments`` prints.
+    """Return the output of ``python *arguments``.
 
     Raises:
         RuntimeError: it failed; the message has its standard error.

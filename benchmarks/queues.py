@@ -1,7 +1,7 @@
-"""What handing an element over costs: within a run, between two runs, and between coroutines, beside `asyncio.Queue`.
+"""Costs of handing an element over: within a run, between two runs, and between coroutines, beside `asyncio.Queue`.
 
 ``python -m benchmarks.queues``: microseconds for an enqueue and the dequeue of it, the best of several times. Figures
-of loops hold an iteration of each; what such iterations take without a queue, interpreted, is measured too.
+of loops hold an iteration of each; the time of such iterations without a queue, interpreted, is measured too.
 """
 
 from __future__ import annotations
@@ -46,13 +46,10 @@ async def peer() -> float:
 
 
 def straight(queue: af.Queue, count: int, *, waits: bool) -> Any:
-    """So many enqueues and dequeues, each behind the last, and what is there after all of them.
+    """Return `count` enqueues and dequeues, each behind the last, and the final size.
 
-    Args:
-        queue: to hand over.
-        count: how many.
-        waits: dequeues come first, and wait for what is enqueued, as that is what was taken before and an addition,
-            which is in the figure; else they are served at once.
+    Args: queue: to hand over. count: how many. waits: dequeues come first, and wait for elements, as each element is
+    the previous one and an addition, which is in the figure; else they are served at once.
     """
     with af.Graph() as graph:
         x = af.placeholder("float32", ())

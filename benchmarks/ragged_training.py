@@ -1,7 +1,7 @@
 """A training step of an LSTM layer over sequences of different lengths, sorted by them: longest first.
 
 asyncflow runs the loop over the rows whose sequences have not ended, as NumPy by hand and PyTorch do. *Masked* is the
-loop over all rows, in which those that have ended keep their state: what `dynamic_rnn` of TensorFlow 1 does.
+loop over all rows, in which ended sequences keep their state, like `dynamic_rnn` of TensorFlow 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def random_lengths(batch: int, shortest: int, longest: int) -> NDArray[np.int32]
 
 
 def active_rows(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    """How many sequences have not ended, by step."""
+    """Return the number of sequences that have not ended, by step."""
     counts: NDArray[np.int32] = np.sum(lengths > np.arange(lengths[0])[:, None], axis=1, dtype=np.int32)
     return counts
 

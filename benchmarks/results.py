@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def quotient(figure: Figure, result: Result, over: Result) -> Result:
-    """`result`'s values over those of another, repeat by repeat: trials of one repeat ran next to each other."""
+    """Divide `result`'s values by another's, repeat by repeat: trials of one repeat ran next to each other."""
     values = tuple(a / b for a, b in zip(result.values, over.values, strict=True))
     return replace(result, figure=figure, ratio=None, values=values)
 

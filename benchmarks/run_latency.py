@@ -1,4 +1,4 @@
-"""What one run costs: one node and twenty, on scalars and on small arrays, one run after the other.
+"""Costs of one run: one node and twenty, on scalars and on small arrays, one run after the other.
 
 By `Session.run`, which looks at fetches and feeds every time, by a call prepared for them, and by an `af.function`. The
 peers get a NumPy value and give one back, as asyncflow does; NumPy by hand is the same work in a Python function.
@@ -30,7 +30,7 @@ TOLERANCE: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """What a run is given: the shape that the graph declares, and a value; the name is how tables tell of both."""
+    """The feed of a run: the shape that the graph declares, and a value; the name stands for both in tables."""
 
     name: str
     shape: tuple[int | None, ...]
@@ -47,7 +47,7 @@ FEEDS: Final = (
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 11, runs: int = 500, nodes: Sequence[int] = (1, 20)
 ) -> list[Result]:
-    """µs per run, by the number of nodes and what is fed."""
+    """Measure µs per run, by the number of nodes and the feed."""
     results = []
     for fed in FEEDS:
         for count in nodes:

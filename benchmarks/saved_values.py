@@ -33,7 +33,9 @@ UNITS, BATCH, ROWS = 512, 512, 100
 
 
 def limit_for(steps: int) -> int:
-    """Bytes in which a little more than half of so many iterations fit, 6 MiB each, beside 100 rows of inputs."""
+    """Return the bytes in which a little more than half of `steps` iterations fit, 6 MiB each, beside 100 rows of
+    inputs.
+    """
     return (100 << 20) + (3_350 << 20) * steps // 1_000
 
 
@@ -42,7 +44,7 @@ LIMIT: Final = limit_for(1_000)
 
 LENGTHS: Final = (200, 500, 600, 1_000)
 STEPS: Final = 200
-"""Of the sequences that are compared by card; ratios are within 3 % of those at 1,000."""
+"""Length of the sequences that are compared by card; ratios are within 3 % of the ratios at 1,000."""
 LONG: Final = 2_000
 """The longest sequence that is asked for: a loop that is planned has no longest one."""
 CARDS: Final = ("k40", "v100", "a100", "h100")
@@ -55,7 +57,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "a loop, kept": {"choice": "keep"},
     "a loop, planned": {},
 }
-"""How a step over a long sequence is written, and what is done with what it saves."""
+"""Ways to write a step over a long sequence, and to treat its saved values."""
 
 Choice = Literal["keep", "swap", "recompute", "auto"]
 
@@ -63,7 +65,7 @@ Choice = Literal["keep", "swap", "recompute", "auto"]
 def program(
     steps: int, *, units: int = UNITS, batch: int = BATCH, is_looped: bool = True
 ) -> tuple[Any, dict[Any, Any]]:
-    """The loss and its gradients, and what is fed; as a loop or written out, in the current graph."""
+    """Return the loss and its gradients, and the feeds; as a loop or written out, in the current graph."""
     rows = min(steps, ROWS)
     shapes = [
         (rows, batch, units),
@@ -230,7 +232,7 @@ def _draw_lengths(results: Sequence[Result], folder: Path) -> Path:
 
 
 def _draw_cards(results: Sequence[Result], folder: Path) -> Path:
-    """How much longer an iteration takes on each card than without a limit, by whoever drives it."""
+    """Draw how much longer an iteration takes on each card than without a limit, by the host that drives it."""
     times: dict[tuple[str, str], dict[str, float]] = {}
     for result in results:
         card, way, *rest = result.case.split(", ")
@@ -251,7 +253,7 @@ def _draw_cards(results: Sequence[Result], folder: Path) -> Path:
 
 
 def _draw_window(folder: Path) -> Path:
-    """The forward loop, and where the gradient begins: kernels, with the copies of what they save below them."""
+    """Draw the forward loop, and the begin of the gradient: kernels, with the copies of saved values below them."""
     steps = 60
     with driven_by("c++"):  # which launches kernels one by one, so that each tells its iteration
         outcome, _ = train("k40", steps, limit=600 << 20, choice="swap", traced=True)

@@ -1,9 +1,9 @@
-"""What ordering the vertices of a batch takes (Cavs, fig. 9): by batch and by size of the graph, and beside a step.
+"""Time to order the vertices of a batch (Cavs, fig. 9): by batch and by size of the graph, and beside a step.
 
 *schedule* is the host op that runs in each step: it checks the arrays, finds sets and ranks. *batch* is what a user
 calls before: it joins the graphs of a batch. *make* comes once for each graph: it looks for cycles, and finds heights,
-which a schedule has only to sort; where heights are not fed, it finds them. DyNet's figure is that of building its
-graph, which takes the place of all; that it then looks for what is alike is part of its computation, and not in it.
+which a schedule has only to sort; where heights are not fed, it finds them. DyNet's figure is the time to build its
+graph, which takes the place of all. Its search for equal work is part of its computation, and not in the figure.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ async def measure(
 
 
 def random_tree(size: int, depth: int) -> af.InputGraph:
-    """A tree of so many levels; the parent of each vertex is any of the level above."""
+    """Return a tree of `depth` levels; the parent of each vertex is any of the level above."""
     random = np.random.default_rng(0)
     levels = np.sort(np.concatenate([np.arange(depth), random.integers(1, depth, size - depth)]))
     starts = np.searchsorted(levels, np.arange(depth + 1))

@@ -1,6 +1,6 @@
 """An LSTM over sequences as a vertex function over chains (Fixed-LSTM and Var-LSTM of Cavs, fig. 8), and its peers.
 
-The cell, the loss and the numbers are those of `benchmarks.lstm`; the states that sequences begin with are zeros.
+The cell, the loss and the numbers come from `benchmarks.lstm`; sequences begin with states of zeros.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Sequences:
 
     Attributes:
         model: inputs, ``(steps, batch, hidden)``, and weights.
-        locked: the same with inputs that nobody can write to, so that a session takes them as they are.
+        locked: the same with locked inputs, so that a session takes them as they are.
         lengths: of the sequences.
-        counts: how many of them go on, by step.
-        rows: the inputs of all steps that there are, sequence by sequence.
+        counts: number of sequences that go on, by step.
+        rows: the inputs of all steps, sequence by sequence.
     """
 
     model: Model
@@ -42,7 +42,7 @@ class Sequences:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all are of one length."""
+        """True if all sequences have one length."""
         return bool(self.lengths[0] == self.lengths[-1])
 
     @property
@@ -89,7 +89,7 @@ def lstm_function(model: Model) -> af.VertexFunction:
 
 
 class OfVertices:
-    """A training step as a vertex function; `options` are those of `vertex_map` and of the session."""
+    """A training step as a vertex function; `options` go to `vertex_map` and to the session."""
 
     def __init__(self, batch: Sequences, *, lift_parts: bool = True, streams: int = 1, **options: Any) -> None:
         with af.Graph() as graph:

@@ -37,7 +37,7 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulated run gave: its virtual time, and what was recorded of it."""
+    """The outcome of a simulated run: its virtual time, and its trace."""
 
     seconds: float
     trace: af.Trace
@@ -52,13 +52,13 @@ def simulate(
     traced: bool = False,
     **options: Any,
 ) -> Outcome:
-    """The virtual time that `work` takes on a simulated machine, whose large arrays carry no data.
+    """Return the virtual time of `work` on a simulated machine, whose large arrays carry no data.
 
     Args:
         machine: such as ``"8 x v100, nvlink2"``.
-        work: what is timed, given a session on all devices.
-        warm_up: what runs before it; None for `work` itself. It makes variables, and takes the first run's copies.
-        jitter: how much the times of kernels and copies vary.
+        work: the timed work, given a session on all devices.
+        warm_up: runs before it; None for `work` itself. It makes variables, and takes the first run's copies.
+        jitter: variation of the times of kernels and copies.
         traced: record `work`.
         options: of the session.
     """
@@ -99,19 +99,19 @@ def by_host(make: Callable[[], Mapping[str, Curve]]) -> dict[str, Curve]:
 
 
 def with_host(name: str, host: str) -> str:
-    """What the curve `name` is called where `host` drives the cards."""
+    """Return the name of the curve `name` if `host` drives the cards."""
     return ", ".join(part for part in (name, DRIVERS[host]) if part)
 
 
 def without_host(name: str) -> str:
-    """What a curve shows, whoever drives the cards."""
+    """Return the name of a curve without its host."""
     for label in DRIVERS.values():
         name = name.removesuffix(label).removesuffix(", ")
     return name
 
 
 def host_note() -> str:
-    """What the hosts are, for the foot of a picture."""
+    """Return a description of the hosts, for the foot of a picture."""
     return "\n".join(f"{HOSTS[host].summary}, by {HOSTS[host].launches}" for host in DRIVERS)
 
 
@@ -123,7 +123,7 @@ async def in_thread(simulation: Callable[..., Any], *args: Any) -> Any:
 def as_results(
     workload: str, curves: Mapping[str, Curve], figure: Figure, case: str, *, system: str = ASYNCFLOW
 ) -> list[Result]:
-    """The curves as rows of a table.
+    """Return the curves as rows of a table.
 
     Args:
         workload: the program's name.

@@ -1,4 +1,4 @@
-"""One client with long kernels beside one with short ones: how long do the short runs take?
+"""A client with long kernels beside a client with short ones: the time of the short runs.
 
 NumPy does the same work in `asyncio.to_thread`, whose pool has a few threads more than there are cores. Both have two
 cases: the small runs alone, and beside the large ones, which go on until the small client has done all of its runs.

@@ -58,7 +58,7 @@ LARGE: Final = {"batch": 256, "hidden": 1024}
 _ONE_CPU, _TWO_CPUS = ["cpu:0"], ["cpu:0", "cpu:1"]
 
 Weights = list[tuple[Any, Any]]
-"""By layer, those of the input and those of the state, each ``(hidden, 4 * hidden)``, as arrays of any system."""
+"""Weights of the input and of the state, by layer, each ``(hidden, 4 * hidden)``, as arrays of any system."""
 
 
 def _weights(hidden: int) -> Weights:
@@ -135,7 +135,7 @@ def curves(counts: Sequence[int] = COUNTS, *, steps: int, batch: int, hidden: in
 
 
 class _Functions:
-    """What `_cell` needs, by hand in NumPy."""
+    """Functions for `_cell`, by hand in NumPy."""
 
     tanh = staticmethod(np.tanh)
 
@@ -197,7 +197,7 @@ class _Asyncflow:
 
 
 def _tensorflow(tensorflow: TensorFlow, weights: Weights, batch: int, names: Sequence[str], threads: int) -> Any:
-    """The loop in TensorFlow 1, with a logical CPU device for each name and so many threads between ops."""
+    """The loop in TensorFlow 1, with a logical CPU device for each name and `threads` threads between ops."""
     v1 = tensorflow.v1
     hidden = weights[0][0].shape[0]
     with tensorflow.graph() as graph:

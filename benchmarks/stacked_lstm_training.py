@@ -4,10 +4,10 @@ Backward, time step t of a layer needs step t + 1 of the same layer and step t o
 devices work at different steps, as they do forward. The weights of a layer live on its device and are updated there.
 The loss is the mean of the squares of the top layer's outputs; all sequences have one length.
 
-What two cores give to NumPy at this size is measured with two plain threads. A call of NumPy lets go of the
-interpreter's lock and takes it back; if another thread holds it by then, a thread has to be woken up. The elementwise
-calls of a time step are as short as that takes, so two threads gain nothing in them, or lose, while they gain up to
-twice the speed in matrix products.
+Two plain threads measure the gain of NumPy from two cores at this size. A call of NumPy releases the interpreter's lock
+and takes it back; if another thread holds it by then, a thread has to be woken up. The elementwise calls of a time step
+are as short as that takes, so two threads gain nothing in them, or lose, while they gain up to twice the speed in
+matrix products.
 """
 
 from __future__ import annotations
@@ -267,7 +267,9 @@ async def measure(
     simulated_hidden: int = HIDDEN,
     simulated_widths: Sequence[int] = WIDTHS,
 ) -> list[Result]:
-    """ms per training step on this CPU, speed-ups of two devices or threads; those in virtual time, and the paper's."""
+    """Measure ms per training step on this CPU, speed-ups of two devices or threads, speed-ups in virtual time, and the
+    paper's.
+    """
     layers = _random_layers(hidden)
     xs = random_model(steps, batch, hidden).xs
     ours = {

@@ -1,4 +1,4 @@
-"""How much memory a training step of an LSTM layer takes over a long sequence, most of it values kept for the gradient.
+"""Memory of a training step of an LSTM layer over a long sequence, most of it values kept for the gradient.
 
 As in `memory`, every measurement is a process of its own, which runs this module, and nothing is measured without
 Linux's ``/proc``.
@@ -34,7 +34,9 @@ TOLERANCE: Final = 1e-4
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 1, steps: int = 1_000, batch: int = 64, hidden: int = 512
 ) -> list[Result]:
-    """MiB that the first step adds at its peak to the process with the graph in it, and those of the whole process."""
+    """Measure MiB that the first step adds at its peak to the process with the graph in it, and MiB of the whole
+    process.
+    """
     if not CAN_MEASURE:
         return []
     systems = [ASYNCFLOW, NUMPY]

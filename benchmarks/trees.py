@@ -1,7 +1,7 @@
 """Training steps of tree models (Cavs, fig. 8): Tree-FC over complete trees, Tree-LSTM over syntax trees.
 
 asyncflow runs a vertex function, declared over one vertex. NumPy and PyTorch go level by level over the whole batch, by
-hand: what somebody would write who knows in advance how the trees are to be batched. Figures are for one tree.
+hand: the batching is known in advance. Figures are for one tree.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class OfAsyncflow:
 def timed_sample(
     count: int, work: Callable[[], Any], answer_of: Callable[[Any], Any] | None = None, figure: Figure = STEP
 ) -> Trial:
-    """A trial of a step of so many samples, awaited or not; `answer_of` gives what it computed in one array."""
+    """Make a trial of a step of `count` samples, awaited or not; `answer_of` returns its results in one array."""
 
     def joined(step: Any) -> Any:
         return np.concatenate([np.ravel(part) for part in nest.flatten(step)[0]])
@@ -304,14 +304,14 @@ async def measure(
     lstm_sizes: Sequence[tuple[int, int]] = ((32, 150), (32, 512)),
     files: int = 60,
 ) -> list[Result]:
-    """us a tree: asyncflow, NumPy by level, PyTorch by level; training and inference.
+    """Measure us a tree: asyncflow, NumPy by level, PyTorch by level; training and inference.
 
     Args:
-        peers: what takes part beside NumPy.
+        peers: systems beside NumPy.
         repeats: measured trials of each system.
         fc_sizes: leaves, batch and hidden extent of Tree-FC.
         lstm_sizes: batch and hidden extent of Tree-LSTM.
-        files: how many files of the library the syntax trees come from.
+        files: number of files of the library that the syntax trees come from.
     """
     results: list[Result] = []
     for leaves, batch, hidden in fc_sizes:
@@ -367,7 +367,7 @@ async def _measured(
 def torch_step(
     torch: Any, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand, *, place: str = "cpu"
 ) -> Callable[[], tuple[Any, ...]]:
-    """A training step level by level in PyTorch; the states of a level are joined to those below."""
+    """Make a training step level by level in PyTorch; the states of a level are joined to the states below."""
     xs = torch.from_numpy(trees.xs[trees.order]).to(place)
     roots = torch.from_numpy(trees.roots).to(place)
     levels = [

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAME = "two_device_loop"
 RATE = Figure("rate", "iterations/s", higher_is_better=True)
 GOAL = 20_000.0
-"""What the paper has on one machine, about."""
+"""The paper's figure on one machine, roughly."""
 
 
 def _loop(system: Any, iterations: int, *, crossing: bool) -> Any:

@@ -1,8 +1,8 @@
 """Training steps of Cavs' four models (ATC '18, fig. 8), by batch size and by hidden extent, beside the peers.
 
-asyncflow runs a vertex function, declared over one vertex. *By level* is what somebody writes by hand who knows how the
-batch is to be cut, *by node* what people write first, and DyNet batches the latter by itself. Figures are for one
-sample: a sequence or a tree.
+asyncflow runs a vertex function, declared over one vertex. *By level* is written by hand, knowing how to cut the batch;
+*by node* is the first version of most programs, and DyNet batches it by itself. Figures are for one sample: a sequence
+or a tree.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TORCH_MODULE: Final = "torch nn.LSTM"
 WHILE_LOOP: Final = f"{ASYNCFLOW} while_loop"
 DYNAMIC_RNN: Final = f"{ASYNCFLOW} dynamic_rnn"
 TOLERANCE: Final = 5e-2
-"""Gradients are sums over thousands of vertices, and a `relu` of what is near 0 lets through all of it, or nothing."""
+"""Gradients are sums over thousands of vertices, and a `relu` of a value near 0 passes all of it, or nothing."""
 BATCHES: Final = (1, 16, 32, 64, 128, 256)
 HIDDENS: Final = (64, 128, 256, 512, 1024)
 AT: Final = (16, 256)
@@ -67,13 +67,13 @@ class OfTrees(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What all batches of the models have in common.
+    """Common sizes of all batches of the models.
 
     Attributes:
-        steps: of Fixed-LSTM; Var-LSTM has 5 up to so many.
+        steps: of Fixed-LSTM; Var-LSTM has 5 up to this number.
         leaves: of each tree of Tree-FC.
-        files: how many files of the library the syntax trees of Tree-LSTM come from.
-        by_node: the most vertices for which the systems take part that go by them.
+        files: number of files of the library that the syntax trees of Tree-LSTM come from.
+        by_node: the most vertices for which systems that go by node take part.
     """
 
     steps: int = 60
@@ -120,10 +120,10 @@ async def measure(
     at: tuple[int, int] = AT,
     sizes: Sizes = SIZES,
 ) -> list[Result]:
-    """us a sample.
+    """Measure us a sample.
 
     Args:
-        peers: what takes part beside NumPy.
+        peers: systems beside NumPy.
         repeats: measured trials of each system.
         models: some of `MODELS`.
         batches: samples.

@@ -1,8 +1,9 @@
-"""What each part of a vertex function's speed is from: parts left out one by one (Cavs, fig. 10), and kinds of work.
+"""Contributions of the parts of a vertex function to its speed: parts left out one by one (Cavs, fig. 10), and kinds of
+work.
 
 *All in the loop* leaves eager and lazy operations in the sets, *without regions* has each operation called by the
 executor, *without batched products* leaves gradients of weights in the loop, *two streams* cuts the batch in
-two, whose loops overlap. Kinds of work (tables 1 and 3) are those of `work_kinds`.
+two, whose loops overlap. `work_kinds` has the kinds of work (tables 1 and 3).
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ async def measure(
     hidden: int = 256,
     sizes: Sizes = SIZES,
 ) -> list[Result]:
-    """us a sample with parts left out, and ms of each kind of work.
+    """Measure us a sample with parts left out, and ms of each kind of work.
 
     Args:
         peers: whose kinds of work are measured as well; DyNet does not tell them apart.
         repeats: measured trials of each variant.
-        models: some of those of `vertex_models`.
+        models: some models of `vertex_models`.
         batch: samples.
         hidden: extent.
         sizes: of the models.

@@ -1,11 +1,11 @@
-"""How many functions does a call walk through? ``python -m benchmarks.walks``; ``--list NAME`` shows which.
+"""Number of functions that a call walks through: ``python -m benchmarks.walks``; ``--list NAME`` shows their names.
 
 Counted are calls of Python functions of the package, on the thread of the event loop, from one call of the user's to
-its result, as `sys.setprofile` hears of them: a coroutine or generator that goes on counts each time. What NumPy, the
-event loop and the stand-in for CuPy do among themselves is not counted, nor what other threads do: the number says how
-long our own way is, is the same on every machine, and stands for no time. It is the fewest of several calls, as a burst
-that ends between two lines costs a call or two more. For a program that has run before, that is: plans, costs and
-caches are there.
+its result, as `sys.setprofile` hears of them: a coroutine or generator that goes on counts each time. Calls inside
+NumPy, the event loop and the stand-in for CuPy are not counted, nor calls of other threads. The number is the length of
+our own way, is the same on every machine, and stands for no time. It is the fewest of several calls, as a burst that
+ends between two lines costs a call or two more. For a program that has run before, that is: plans, costs and caches are
+there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 PACKAGE: Final = str(Path(af.__file__).parent)
 WARM_UPS: Final = 5
 TAKEN: Final = 20
-"""So many calls are counted, of which the fewest say the number."""
+"""Number of counted calls; the fewest count."""
 
 Walk = Counter[str]
-"""How often each function was called."""
+"""Number of calls of each function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def measure(case: Case) -> Walk:
 
 
 def table(counts: dict[str, int]) -> str:
-    """A line a case: what the issue says, what was counted before it, and what is counted now."""
+    """Return a line a case: the count that was asked for, the count before, and the count now."""
     lines = ["functions called      issue   22ec133   now   now/22ec133"]
     for case in CASES:
         if case.name in counts:

@@ -1,8 +1,8 @@
-"""What a step's time goes to: products, other arithmetic, and memory (Cavs, tables 1 and 3), in each system.
+"""Kinds of work of a step: products, other arithmetic, and memory (Cavs, tables 1 and 3), in each system.
 
-*Memory* moves rows and makes room, and adds up what goes to one row. Each system is looked at by what times its
-operations one by one: asyncflow by a trace without regions, NumPy by arrays that time what is done with them, PyTorch
-and JAX by their own profilers. What JAX has fused with arithmetic is arithmetic.
+*Memory* moves rows and makes room, and adds up gradients of one row. Each system's operations are timed one by one:
+asyncflow by a trace without regions, NumPy by arrays that time each operation on them, PyTorch and JAX by their own
+profilers. Memory work that JAX has fused with arithmetic counts as arithmetic.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def of_jax(jax: Any, work: Callable[[], Any]) -> Iterator[tuple[str, float]]:
 
 
 class TimedArray(np.ndarray):
-    """An array that notes what is done with it, and with what comes of it."""
+    """An array that notes the operations on it, and on their results."""
 
     taken: Final[list[tuple[str, float]]] = []
     """Kind and ms of each operation of the step, for all arrays."""

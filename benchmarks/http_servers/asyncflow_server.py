@@ -1,7 +1,7 @@
 """A plain ASGI application on uvicorn, with httptools and uvloop where they are installed.
 
 Words behind the port: ``unbatched`` has every request computed by itself, ``small`` computes the small model, ``tuned``
-spares the garbage collector work, ``limited`` limits the runs in flight and in line, ``shed`` refuses those above
+spares the garbage collector work, ``limited`` limits the runs in flight and in line, ``shed`` refuses further ones
 before they are read, and ``limited-by-uvicorn`` has uvicorn count requests.
 """
 

@@ -10,7 +10,7 @@ SIZE, STEPS = 512, 8
 MOST = 32
 """Requests that may be computed together."""
 WAIT_S = 0.002
-"""For those that want a time to wait for others."""
+"""Waiting time of servers that want one."""
 WEIGHTS = np.random.default_rng(0).normal(scale=0.05, size=(2 * SIZE, 4 * SIZE)).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
-"""Measures of the prose in the package, examples and tests, and the table of figures that a room may not exceed.
+"""Measures of prose in the package, benchmarks, examples and tests, and the figures that a room may not exceed.
 
 ``python -m tests.packaging.prose`` prints the table as the code is; with the name of a room, its docstrings to mend.
-Examples and folders of tests count as rooms, such as ``tests/ops``.
+Benchmarks, examples and folders of tests count as rooms, such as ``tests/ops``.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ FIGURES: Final = {
     "streams": Figures(0.0, 29, 3, 0),
     "testing": Figures(0.0, 43, 0, 0),
     "vertex": Figures(0.0, 45, 0, 0),
+    "benchmarks": Figures(0.2, 39, 10, 0),
     "examples": Figures(0.0, 43, 4, 0),
     "tests": Figures(0.0, 50, 3, 0),
     "tests/autodiff": Figures(0.0, 51, 0, 0),
@@ -203,17 +204,17 @@ def docstrings_in(path: Path) -> Iterator[Docstring]:
 
 
 def rooms() -> list[str]:
-    """Return the names of the rooms, of folders of tests, and ``examples``; modules at the top are rooms as well."""
+    """Return the names of rooms and folders of tests; top modules, benchmarks and examples are rooms as well."""
     package = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     tests = sorted({f"tests/{path.parent.name}" for path in TESTS.glob("*/*.py")})
-    return ["modules", *package, "examples", "tests", *tests]
+    return ["modules", *package, "benchmarks", "examples", "tests", *tests]
 
 
 @cache
 def docstrings_of(room: str) -> list[Docstring]:
     """Return the docstrings of a room."""
     whole = {"modules": PACKAGE.glob("*.py"), "tests": TESTS.glob("*.py")}
-    folder = ROOT / room if room.startswith(("examples", "tests/")) else PACKAGE / room
+    folder = ROOT / room if room.startswith(("benchmarks", "examples", "tests/")) else PACKAGE / room
     return [each for path in sorted(whole.get(room) or folder.rglob("*.py")) for each in docstrings_in(path)]
 
 
