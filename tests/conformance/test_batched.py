@@ -850,8 +850,8 @@ def test_its_graph_has_no_text_and_says_why() -> None:
         print_graph(graph)
 
 
-def _drawing_by_row(x: af.Tensor) -> af.Tensor:
-    return af.cond(x > 0, lambda: af.random.normal(()), lambda: x)
+def _drawn_on(x: af.Tensor) -> Any:
+    return af.while_loop(lambda y: y < af.random.uniform((), dtype="float64"), lambda y: y + 1.0, (x,))
 
 
 async def test_random_numbers_do_not_depend_on_other_members_of_a_call(open_session: OpenSession) -> None:
@@ -887,7 +887,7 @@ def test_what_cannot_be_batched_is_named() -> None:
         array = af.TensorArray("float64", 1).write(0, x)
         for fn, message in [
             (total.assign_add, "total/assign_add"),
-            (lambda x: x + af.vmap(_drawing_by_row)(af.reshape(x, (1,)))[0], "where each row of vmap decides"),
+            (lambda x: x + af.vmap(_drawn_on)(af.reshape(x, (1,)))[0], "draws whether it goes on, for each row"),
             (lambda x: (), "it gives nothing"),
             (lambda x: x + array.read(0), "captures, is a TensorArray or RowStore"),
             (lambda x: af.batched(lambda y: af.nonzero(af.reshape(y, (1,)))[0])(x) + 1, "nonzero"),

@@ -61,11 +61,14 @@ async def test_a_pool_in_a_loop_counts_both() -> None:
     await asked(graph, n, fetches)
 
 
-@pytest.mark.parametrize("reason", ["nonzero", "a predicate inside"])
+@pytest.mark.parametrize("reason", ["nonzero", "nonzero, behind rows that decide", "a predicate inside"])
 async def test_what_cannot_be_pooled_draws_as_it_was_written(reason: str) -> None:
     def body(n: af.Tensor, i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
         x = x + af.cond(i % 2 == 0, lambda: af.random.normal(seed=4), lambda: af.random.uniform(seed=5))
-        if reason == "nonzero":
+        if "rows" in reason:
+            of_row = lambda y: af.cond(y > 0, lambda: y + af.random.normal(seed=7), lambda: y * 2)  # noqa: E731
+            x = x + af.sum(af.vmap(of_row)(af.stack([x, -x])))
+        if "nonzero" in reason:
             return i + 1, x + af.shape(af.nonzero(af.random.bernoulli(af.full((4,), 0.5), seed=6))[0])[0]
         chance = lambda j, y: af.random.uniform(seed=6) < y / 9 + n * 0  # noqa: E731
         return i + 1, af.while_loop(chance, lambda j, y: (j + 1, y - 1.0), (0, x + 5))[1]
@@ -167,25 +170,30 @@ def computed(part: Any, x: Any) -> Any:
     )[1]
 
 
-@pytest.mark.parametrize("seed", range(6 * SEEDS))
+@pytest.mark.parametrize("seed", range(4, 8 + 6 * (SEEDS - 1)))
 async def test_rows_draw_their_own_numbers_in_branches_they_take_and_loops_they_stay_in(seed: int) -> None:
     """A row of a batch, of a pool, or of `map_fn` has the bits that it has alone, whatever the others do."""
     part = program(Random(seed), 3)
     with af.Graph(seed=seed) as graph:
         x, k = af.placeholder("float64", ()), af.placeholder("int64", ())
-        loop = lambda pool: af.while_loop(  # noqa: E731
-            lambda i, _: i < k, lambda i, y: (i + 1, computed(part, y)), (0, x), pool=pool, name="loop"
+        loop = lambda pool, f: af.while_loop(  # noqa: E731
+            lambda i, _: i < k, lambda i, y: (i + 1, f(y)), (0, x), pool=pool, name="loop"
         )[1]
-        pairs = [loop(None), loop(af.Pool(4)), computed(part, x), af.batched(lambda y: computed(part, y))(x)]
+        each = lambda y: computed(part, y)  # noqa: E731
+        nested = lambda y: af.sum(af.vmap(lambda z: computed(part, z + y))(np.array([-0.3, 0.1, 0.6])))  # noqa: E731
+        twice = lambda y: af.sum(af.vmap(lambda z: nested(z * 2) + y)(np.array([0.2, -0.1])))  # noqa: E731
+        pairs = [(f(x), af.batched(f)(x)) for f in (each, nested, twice)]
+        pairs += [(loop(None, f), loop(af.Pool(4), f)) for f in (each, nested)]
         rows = af.placeholder("float64", (None,))
         lifted = [af.map_fn(lambda y: computed(part, y), rows, lift=lift, name="rows") for lift in (True, False)]
     dice = Random(seed + 1)
     feeds = [{x: dice.uniform(-1, 1), k: dice.randrange(4)} for _ in range(7)]
     async with af.Session(graph) as session:
-        together = await asyncio.gather(*(session.run(pairs, each) for each in feeds))
-        for plain, pooled, once, batched in together:
-            assert plain.tobytes() == pooled.tobytes()
-            assert once.tobytes() == batched.tobytes()
+        requests = await asyncio.gather(*(session.run(pairs, each) for each in feeds))
+        for found in [*requests, *[await session.run(pairs, each) for each in feeds[:2]]]:  # and requests by themselves
+            for alone, together in found:
+                assert alone.tobytes() == together.tobytes()
+        assert all(counts.largest > 1 for counts in session.statistics().batches.values())
         fed = {rows: [dice.uniform(-1, 1) for _ in range(9)]}
         one, other = await session.run(lifted, fed)
         assert one.tobytes() == other.tobytes()

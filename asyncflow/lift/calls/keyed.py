@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 
 from asyncflow.graph.graph import Graph, Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter, deep
+from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter, deep, levels
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
+from asyncflow.lift.control.parted import PartedRows
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arrays.manipulation import concat
 from asyncflow.ops.random.random_again import draw_by_key, draws_numbers, random_key
-from asyncflow.ops.rows.rule import CannotLift
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 
 
 def draws(*bodies: Subgraph) -> bool:
@@ -98,35 +100,52 @@ def draw_in_each(node: Node, key: Tensor) -> None:
     _draw_by_key(each.nodes, of_child, 0)
 
 
-def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
-    """Change the nodes that draw random numbers; `inside`: the number of loops around them since the key was taken.
-
-    Raises:
-        CannotLift: they belong to a branch or loop of rows, which is lifted anew, as it was written for one of them.
-    """
+def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int, *, of_rows: bool = False) -> None:
+    """Change the nodes that draw random numbers; `inside`: the number of loops around them since the key was taken."""
     for node in nodes:
         parted = node.graph.parted.get(node)
         if parted is not None and draws(*parted.node.subgraphs):
-            raise CannotLift(f"{parted.node.name} draws random numbers where each row of vmap decides", node.location)
+            _draw_parted_by_key(node.graph, parted, key, inside)
         if isinstance(node, StructuredNode):
-            if draws(*node.subgraphs):
-                with ExitStack() as opened:
-                    for part in node.subgraphs:
-                        opened.enter_context(reopened(part))
-                    node.add_capture(key, node.subgraphs[0])
-                for part in node.subgraphs:
-                    part.captures[key] = part.inputs[-1]
-                    _draw_by_key(part.nodes, part.inputs[-1], inside + isinstance(node, WhileNode))
+            _draw_inside_by_key(node, key, inside, of_rows=of_rows)
         elif draws_numbers(node.op):
-            draw_by_key(node, key, inside)
+            draw_by_key(node, key, inside, of_rows=of_rows)
+
+
+def _draw_inside_by_key(node: StructuredNode, key: Tensor, inside: int, *, of_rows: bool) -> None:
+    if not draws(*node.subgraphs):
+        return
+    with ExitStack() as opened:
+        for part in node.subgraphs:
+            opened.enter_context(reopened(part))
+        node.add_capture(key, node.subgraphs[0])
+    for part in node.subgraphs:
+        part.captures[key] = part.inputs[-1]
+        _draw_by_key(part.nodes, part.inputs[-1], inside + isinstance(node, WhileNode), of_rows=of_rows)
+
+
+def _draw_parted_by_key(graph: Graph, parted: PartedRows, key: Tensor, inside: int) -> None:
+    """Change a branch or loop of rows as it was written, of which it is lifted anew over rows of rows."""
+    shape, rows = parted.numbers.shape, parted.rows
+    assert shape is not None
+    assert shape[1] is not None
+    # In a tag, the numbers of a row stand before those of loops inside, in place of loops that bring rows in turn.
+    around = rows.own_loops + sum(loops for *_, loops in rows.outer)
+    _draw_inside_by_key(parted.node, key, inside + shape[1] - around, of_rows=True)
+    keyed = replace(parted, inputs=(*parted.inputs, LiftedValue(key, has_rows=False)))
+    graph.parted.update((node, keyed) for node, each in list(graph.parted.items()) if each is parted)
 
 
 @contextmanager
 def left_as_written(outer: Graph, *bodies: Subgraph) -> Iterator[None]:
     """Undo the changes of `carry_key` to bodies, and remove nodes added to `outer`, if the bodies cannot be lifted."""
     parts = [part for body in bodies for part in (body, *(x for node in body.walk() for x in node.subgraphs))]
-    nodes = [(node, node.op, node.attrs, list(node.inputs)) for part in parts for node in part.nodes]
+    written_rows = {each.node: each for part in parts for each in part.parted.values()}
+    parts += [x for node in written_rows for part in node.subgraphs for x in levels(part) if isinstance(x, Subgraph)]
+    changed = [*written_rows, *(node for part in parts for node in part.nodes)]
+    nodes = [(node, node.op, node.attrs, list(node.inputs)) for node in changed]
     lists = [(part, list(part.nodes), list(part.inputs), list(part.results), dict(part.captures)) for part in parts]
+    rows = [(part, dict(part.parted)) for part in parts]
     count = len(outer.nodes)
     try:
         yield
@@ -138,6 +157,8 @@ def left_as_written(outer: Graph, *bodies: Subgraph) -> Iterator[None]:
             part.nodes = [*written, *(node for node in part.nodes if node not in known)]
             part.take_back(len(written))
             part.inputs, part.results, part.captures = given, results, captures
+        for part, parted in rows:
+            part.parted = parted
         for part in bodies:
             part.closed = False
         outer.take_back(count)

@@ -18,7 +18,8 @@ from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.draws import DrawsForRows, RowContexts
-from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
+from asyncflow.ops.rows.by_row import BY_ROW_DRAWN, row_by_row
+from asyncflow.ops.rows.rule import row_rule
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 _WORD = 1 << 64
@@ -82,7 +83,14 @@ class _Again:
 
 
 def _again_kernel(
-    xp: Namespace, *, draws: str, arguments: Attrs, axes: int, inside: int, specs: Spec | tuple[Spec, ...]
+    xp: Namespace,
+    *,
+    draws: str,
+    arguments: Attrs,
+    axes: int,
+    inside: int,
+    specs: Spec | tuple[Spec, ...],
+    of_rows: bool = False,
 ) -> Kernel:
     op = find_op(draws)
     assert op.kernel is not None
@@ -114,6 +122,9 @@ The number of an iteration may stand in place of a key. The op then draws what t
 """
 
 
+row_rule(RANDOM_AGAIN, always=lambda node: bool(node.attrs.get("of_rows")))(row_by_row)
+
+
 def random_key(depth: int | None = None, *, counts: bool = False) -> Tensor:
     """Return the key of the iteration that the current graph or body runs.
 
@@ -129,7 +140,7 @@ def draws_numbers(op: Op) -> bool:
     return (op.needs_context and op.is_random and op.effects is None and op.rows == "row by row") or op is BY_ROW_DRAWN
 
 
-def draw_by_key(node: Node, key: Tensor, inside: int, axes: int = 0) -> None:
+def draw_by_key(node: Node, key: Tensor, inside: int, axes: int = 0, *, of_rows: bool = False) -> None:
     """Change a node that draws random numbers into a node that draws them by a key.
 
     Args:
@@ -138,9 +149,12 @@ def draw_by_key(node: Node, key: Tensor, inside: int, axes: int = 0) -> None:
             iteration may take its place (`RANDOM_AGAIN`).
         inside: number of loops around it since the key was taken.
         axes: number of row axes of the key: the outer axes of the node's rows.
+        of_rows: rows that the node is lifted over draw numbers of their own, although the key is the same for them.
     """
     arguments, specs = node.attrs, node.specs
     node.attrs = {"draws": node.op.name, "arguments": arguments, "axes": axes, "inside": inside, "specs": specs}
+    if of_rows:
+        node.attrs["of_rows"] = True
     node.op, node.inputs = RANDOM_AGAIN, [key, *node.inputs]
 
 
