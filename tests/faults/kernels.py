@@ -89,8 +89,18 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-async def late(session: af.Session, fetches: Any, feeds: Any = None, **options: Any) -> str:
-    """Return the error of a run whose time is up once it waits; after some seconds it may not have come so far."""
+async def late(
+    session: af.Session, fetches: Any, feeds: Any = None, *, once: Callable[[], object] = lambda: True, **options: Any
+) -> str:
+    """Return the error of a run whose time is up once it waits; after some seconds it may not have come so far.
+
+    Args:
+        session: runs it.
+        fetches: of the run.
+        feeds: of the run.
+        once: must hold besides, for a run that waits for several things one after the other.
+        options: of the run.
+    """
     others = set(session._runs.in_flight.runs)
     task = asyncio.ensure_future(session.run(fetches, feeds, timeout=PATIENCE_S, **options))
 
@@ -100,7 +110,7 @@ async def late(session: af.Session, fetches: Any, feeds: Any = None, **options: 
 
     # On virtual time, which passes when nobody has anything to do, it is up by itself.
     if not isinstance(asyncio.get_running_loop(), VirtualClockLoop):
-        await until(lambda: waiting() or task.done())
+        await until(lambda: (waiting() and once()) or task.done())
         for run in waiting():
             run._expire(PATIENCE_S)
     try:  # not with pytest, which the programs of `tests.faults.programs` would import as well

@@ -21,7 +21,7 @@ from asyncflow.state.elements import queue_ops
 from asyncflow.state.waiting import awaiting
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline
-from tests.faults.kernels import DEADLINES_S, INT, raising, ticks, until
+from tests.faults.kernels import DEADLINES_S, INT, CoroutineGate, raising, ticks, until
 from tests.patience import PATIENCE_S
 from tests.state.queue_kinds import KINDS, QueueKind
 
@@ -446,8 +446,16 @@ async def test_a_loop_that_waits_is_stopped(session: af.Session, graph: af.Graph
                 break
         assert "fill/body/q/enqueue: enqueue of queue 'q' (3 of 3 elements" in told
     elif end == "failure":
+        gate = CoroutineGate()
+
+        async def open_once_full() -> None:
+            await until(lambda: queue.size_nowait() == 3)
+            gate.opened.set()
+
+        opening = asyncio.ensure_future(open_once_full())
         with pytest.raises(SystemExit):
-            await session.run((fill, raising(SystemExit, on_thread=True)(1)))
+            await session.run((fill, raising(SystemExit, on_thread=True)(gate.op(1))))
+        await opening
     else:
         task = asyncio.ensure_future(session.run(fill))
         await until(lambda: queue.size_nowait() == 3)

@@ -152,7 +152,11 @@ async def test_no_run_waits_for_the_order_of_a_large_graph() -> None:
 async def test_a_message_says_with_how_many() -> None:
     trees = Trees()
     async with af.Session(trees.graph, debug=True) as session:
-        runs = (late(session, trees.roots, trees.feeds(20_000, value)) for value in (1.0, 2.0))
+
+        def all_joined() -> bool:
+            return sum(len(pool.members()) for pool in pools_of(session).values()) == 2
+
+        runs = (late(session, trees.roots, trees.feeds(20_000, value), once=all_joined) for value in (1.0, 2.0))
         for told in await asyncio.gather(*runs):
             assert f"the sets of {LABEL} (sets of" in told
         await others_end()

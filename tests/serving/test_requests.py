@@ -12,9 +12,11 @@ import pytest
 
 import asyncflow as af
 from asyncflow import serving
+from asyncflow.serving import requests
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, CoroutineGate, in_flight, ticks, until
+from tests.patience import PATIENCE_S
 from tests.serving.clients import Client
 
 pytestmark = pytest.mark.every_loop
@@ -53,8 +55,9 @@ async def test_a_client_that_goes_cancels_its_run_within_a_tick() -> None:
         assert await gated.run(session) == 2
 
 
-async def test_a_client_that_waits_gets_its_result() -> None:
+async def test_a_client_that_waits_gets_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault F21."""
+    monkeypatch.setattr(requests, "_UNWATCHED_S", PATIENCE_S)
     gated, client = Gated(), Client()
     gated.gate.opened.set()
     async with af.Session(gated.graph) as session:
