@@ -80,7 +80,7 @@ class Dependencies:
         return self._summary(node)[1]
 
     def _read(self, node: Node) -> int:
-        if node.op is not VARIABLE_READ and not node.op.waits_in_line:
+        if node.op is not VARIABLE_READ and not node.op.conduct.waits_in_line:
             return 0
         # A call that runs share reads variables in what they share.
         read = (each for each in resources_of(node) if isinstance(each, Variable))

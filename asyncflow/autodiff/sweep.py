@@ -83,7 +83,7 @@ class Sweep:
                 self._leave(node)
             elif self.is_left(node.outputs[0]):
                 continue
-            elif node.inputs or node.op in _rules or node.op.waits_in_line:
+            elif node.inputs or node.op in _rules or node.op.conduct.waits_in_line:
                 self._step(node)
 
     def inside(self, nodes: Iterable[Node], wanted: Collection[Tensor], stands_for: Mapping[Tensor, Tensor]) -> Sweep:
@@ -159,7 +159,7 @@ class Sweep:
         if node.op in _rules:
             return _rules[node.op](node, grads, self)
         rule = derivative_of(node.op)
-        if rule is not None and (node.op.waits_in_line or any(carries_gradient(x.spec) for x in node.inputs)):
+        if rule is not None and (node.op.conduct.waits_in_line or any(carries_gradient(x.spec) for x in node.inputs)):
             return rule(node, *grads)
         if rule is None and why_not_differentiable(node.op) is None:
             raise GraphError(

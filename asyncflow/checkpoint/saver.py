@@ -21,7 +21,7 @@ from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.values.spec import Spec
 from asyncflow.streams.beside import call_beside
-from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.values import Conduct, Kernel, Namespace, Value
 
 PATIENCE_S: Final = 10.0
 """Seconds that a saver waits for a moment at which no run is half way; it then skips this step with a warning."""
@@ -327,5 +327,7 @@ def _saver_effects(node: Node) -> Effects:
     return ((node.attrs["saver"].effect_key, Access.WRITE), *((key, Access.READ) for key in reads))
 
 
-SAVER = Op("maybe_save", _saver_spec, _saver_kernel, effects=_saver_effects, is_async=True, is_user=True)
+SAVER = Op(
+    "maybe_save", _saver_spec, _saver_kernel, effects=_saver_effects, conduct=Conduct(is_async=True, is_user=True)
+)
 """Not registered, like ops of users: a graph that is read from a file saves nothing."""

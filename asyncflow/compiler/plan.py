@@ -187,8 +187,9 @@ class PlanNode:
         self.blanks = [None] * self.n_inputs  # put over the inputs of a firing, so that an iteration keeps no value
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
         self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
-        self.is_async, self.is_user, self.owner = source.op.is_async, source.op.is_user, called_op(source).alone
-        self.needs_context, self.is_small = source.op.needs_context, _is_small(source)
+        conduct = source.op.conduct
+        self.is_async, self.is_user, self.needs_context = conduct.is_async, conduct.is_user, conduct.needs_context
+        self.owner, self.is_small = called_op(source).conduct.alone, _is_small(source)
         self.crossing = int(_CROSSINGS.get(source.op, Crossing.NONE))
         self.transfer = source.attrs.get("transfer", 0) if self.crossing else 0
         self.is_acknowledged = bool(source.attrs.get("is_acknowledged")) if self.crossing else False
@@ -200,8 +201,8 @@ class PlanNode:
         self.kernel = kernel
         self.estimate = estimate_region(region.walk())
         self.needs_context = code.needs_context
-        self.is_user = any(inner.op.is_user for inner in region.walk())
-        owners = (called_op(inner).alone for inner in region.walk())
+        self.is_user = any(inner.op.conduct.is_user for inner in region.walk())
+        owners = (called_op(inner).conduct.alone for inner in region.walk())
         self.owner = next((owner for owner in owners if owner is not None), None)
         self.is_small = (
             not (code.is_generator or code.needs_context)
@@ -495,8 +496,8 @@ def _explain(node: PlanNode) -> str:
 
 
 def _is_small(node: Node) -> bool:
-    op = node.op
+    conduct = node.op.conduct
     # Small values say how long a kernel takes only of the library's own: a user's function may take any time.
-    if op in (REGION, *_CROSSINGS) or op.is_user or op.is_async or op.needs_context:
+    if node.op in (REGION, *_CROSSINGS) or conduct.is_user or conduct.is_async or conduct.needs_context:
         return False
     return all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))

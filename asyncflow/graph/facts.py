@@ -1,4 +1,4 @@
-"""Facts about ops, and the purposes for which they refuse an op: one table of reasons."""
+"""Facts that follow from the conduct of ops, and the purposes for which they refuse an op: one table of reasons."""
 
 from __future__ import annotations
 

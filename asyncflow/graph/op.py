@@ -14,7 +14,7 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.facts import REPLACE, Fact
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.values.spec import Spec
-from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Conduct, Kernel, Namespace
 
 
 class Access(enum.Enum):
@@ -68,6 +68,14 @@ OPAQUE: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 # Equal to `OPAQUE`, but another object: an op that says "opaque" has answered.
 _UNSAID: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 
+PURE: Final = Conduct()
+DRAWS: Final = Conduct(needs_context=True, is_random=True)
+NEW_EACH: Final = Conduct(is_random=True)
+"""Of an op that makes something new on each firing, such as a store."""
+WAITS: Final = Conduct(is_async=True)
+GIVES_BACK: Final = Conduct(is_async=True, is_undone=True)
+"""Of an op that waits for what it takes, and gives it back if the run ends early."""
+
 Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
 
 HostInputs: TypeAlias = "Collection[int] | Callable[[Node], Collection[int]]"
@@ -97,14 +105,8 @@ class Op:
         rows_kernel: the same for inputs that all have a row axis in front, where one call does for all rows. An input
             that is the same for all rows has a stride of 0 there. A user's may raise `RowByRow`.
         effects: resources a node touches, in the order it touches them; None for a pure op.
-        needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
-        is_async: the kernel may suspend its firing. A user's gives a coroutine; the library's own gives one, its
-            result, or a place in line (`asyncflow.state.waiting.lines`), and is called on the event loop.
-        waits_in_line: such a kernel may give a place in line though no resource among its attributes has lines.
-        is_random: two nodes with equal inputs are not interchangeable.
-        is_user: the kernel is the user's own code: its outputs are checked on every firing.
-        is_repeatable: such a kernel gives the same again and changes nothing, so that a gradient may run it once more.
-        takes_any_arrays: such a kernel computes with the arrays of any device all the same, as the library's own do.
+        conduct: needs and doings of its firings besides computing outputs from inputs.
+        takes_any_arrays: a user's kernel computes with the arrays of any device all the same, as the library's own do.
         is_total: the kernel never fails on inputs of known shapes and number dtypes, so it may run where the program
             would not have run it.
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
@@ -129,12 +131,8 @@ class Op:
         traits: answers to passes. An op that is not pure, or runs on the host, need not answer: passes then assume
             nothing.
         node_type: class of its nodes.
-        commutes: writes of such ops to one resource leave the same behind in any order, if its values are integers.
-        alone: the object whose state a user's kernel changes, if that is not safe on several threads: two firings of
-            ops that name the same object are never under way on two threads at once. None: no such state.
-        is_undone: True if no effect of such a kernel outlasts a run that ends early: elements it took go back to their
-            place.
-        facts: reasons why passes may not move its nodes, or run them again (`asyncflow.graph.facts`).
+        facts: reasons why passes may not move its nodes, or run them again (`asyncflow.graph.facts`): they follow from
+            its conduct, effects and kind.
         is_pure: True if its outputs depend on its inputs and attributes alone, and it has no other visible effect:
             `asyncflow.graph.facts.REPLACE` allows it, since there are no facts.
     """
@@ -145,12 +143,7 @@ class Op:
     scalar_kernel: Kernel | None = None
     rows_kernel: Callable[..., Kernel] | None = None
     effects: Callable[[Node], Effects] | None = None
-    needs_context: bool = False
-    is_async: bool = False
-    waits_in_line: bool = False
-    is_random: bool = False
-    is_user: bool = False
-    is_repeatable: bool = False
+    conduct: Conduct = PURE
     takes_any_arrays: bool = False
     is_total: bool = False
     flops: Callable[..., float] | None = None
@@ -162,9 +155,6 @@ class Op:
     runs_on_host: bool = False
     traits: Traits = _UNSAID
     node_type: type[Node] = Node
-    commutes: bool = False
-    alone: object = None
-    is_undone: bool = False
     facts: frozenset[Fact] = field(init=False)
     is_pure: bool = field(init=False)
 
@@ -185,17 +175,18 @@ class Op:
 
 def _facts_of(op: Op) -> frozenset[Fact]:
     """Return the facts about an op; none if it is pure."""
+    conduct, has_effects = op.conduct, op.effects is not None
     has_bodies = bool(getattr(op.node_type, "body_names", ()))
     # By name, as the module that defines them imports this one.
     is_given = op.kernel is None and op.name in ("parameter", "placeholder")
     holds = {
-        Fact.JOINS: op.waits_in_line,
-        Fact.WAITS: op.is_async and not (op.is_user and op.effects is None),
-        Fact.AWAITS: op.is_async and op.is_user and op.effects is None,
-        Fact.CALLS: op.is_user and not op.is_repeatable,
-        Fact.CALLS_PURE: op.is_user and op.is_repeatable,
-        Fact.EFFECT: op.effects is not None,
-        Fact.DRAWS: op.is_random or op.needs_context,
+        Fact.JOINS: conduct.waits_in_line,
+        Fact.WAITS: conduct.is_async and (has_effects or not conduct.is_user),
+        Fact.AWAITS: conduct.is_async and conduct.is_user and not has_effects,
+        Fact.CALLS: conduct.is_user and not conduct.is_repeatable,
+        Fact.CALLS_PURE: conduct.is_user and conduct.is_repeatable,
+        Fact.EFFECT: has_effects,
+        Fact.DRAWS: conduct.is_random or conduct.needs_context,
         Fact.BODIES: has_bodies,
         Fact.GIVEN: is_given,
         Fact.BY_HAND: op.kernel is None and not has_bodies and not is_given,
@@ -237,7 +228,7 @@ def runs_on_host(node: Node) -> bool:
     """
     op = node.op
     # The kernel of an async op is called on the event loop, and of a user's op written for NumPy.
-    if op.runs_on_host or op.is_async or (op.is_user and not op.takes_any_arrays):
+    if op.runs_on_host or op.conduct.is_async or (op.conduct.is_user and not op.takes_any_arrays):
         return True
     # What an array or store holds is among the attributes of the ops on it.
     specs = [tensor.spec for tensor in (*node.inputs, *node.outputs)] + list(node.attrs.values())

@@ -80,7 +80,7 @@ class Resource:
 
 def waits_in_line(node: Node) -> bool:
     """Return True if the kernel of `node` may return a place in line instead of its result."""
-    return node.op.waits_in_line or any(resource.waits for resource in resources_of(node))
+    return node.op.conduct.waits_in_line or any(resource.waits for resource in resources_of(node))
 
 
 def resources_of(node: Node) -> Iterator[Resource]:

@@ -22,7 +22,7 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.inputs.read_ahead import ReadAhead, Source
 from asyncflow.inputs.stages import Batched, Element, Repetition, Shuffle, Stage, check_batch
 from asyncflow.ops.axes import static_int
-from asyncflow.values import Array, Kernel, Namespace, Nest
+from asyncflow.values import Array, Conduct, Kernel, Namespace, Nest
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _has_more_kernel(xp: Namespace, *, input: InputState) -> Kernel:
 
 
 # What is read is the user's, and so may be the code that reads it.
-_of_input = partial(define, is_async=True, is_user=True, is_undone=True, effects=_effects)
+_of_input = partial(define, conduct=Conduct(is_async=True, is_user=True, is_undone=True), effects=_effects)
 INPUT_NEXT = _of_input("input_next", _next_spec, _next_kernel)
 INPUT_HAS_MORE = _of_input("input_has_more", lambda *, input: Spec(bool_, ()), _has_more_kernel)
 not_differentiable(INPUT_NEXT, INPUT_HAS_MORE, because="elements come from outside, as feeds do")

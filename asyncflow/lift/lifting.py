@@ -305,11 +305,11 @@ class Lifting:
             return [known]
         flags = outputs_with_rows(node, [value.has_rows for value in inputs])
         # Each row draws its own numbers, though no input differs.
-        is_same = not any(flags) and not any(value.has_rows for value in inputs) and not node.op.is_random
+        is_same = not any(flags) and not any(value.has_rows for value in inputs) and not node.op.conduct.is_random
         if (is_same and node not in self.prepared) or node in self._without:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]
         reason = why_no_row_rule(node.op)
-        rule = row_rule_of(node.op) or (row_by_row if node.op.is_user and reason is None else None)
+        rule = row_rule_of(node.op) or (row_by_row if node.op.conduct.is_user and reason is None else None)
         if rule is None:
             reason = reason or "it has no row rule"
             raise CannotLift(f"{node.name} ({node.op.name}) is not computed for several rows at once: {reason}")

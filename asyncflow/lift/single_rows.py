@@ -22,7 +22,7 @@ def warn_of_single_rows(graph: Graph, label: str, asked: str, each: str, nodes: 
         each: what a row stands for.
         nodes: of the body over one row.
     """
-    found = next((node for node in nodes if node.op.is_user and node.op.rows_kernel is None), None)
+    found = next((node for node in nodes if node.op.conduct.is_user and node.op.rows_kernel is None), None)
     if found is None:
         return
     why = (

@@ -155,7 +155,7 @@ class _Rivals:
 def _roles(program: NeededGraph, node: Node) -> list[tuple[Hashable, str]]:
     """The role of an access on each resource whose races are told."""
     is_used = any(map(program.is_used, node.outputs))
-    writes = "add" if node.op.commutes and not is_used and node.outputs[0].spec.dtype.kind in "biu" else "write"
+    writes = "add" if node.op.conduct.commutes and not is_used and node.outputs[0].spec.dtype.kind in "biu" else "write"
     return [
         (key, writes if access is Access.WRITE else "read")
         for key, access in program.touches(node).items()

@@ -184,7 +184,8 @@ class Rules:
                 self.cells[resource.effect_key] = _Elements(made, self) if is_input else made
                 self.resources[resource.effect_key] = resource
         may_wait = any(isinstance(self.cells[x.effect_key], LinedState | _Elements) for x in resources_of(node))
-        if (op.is_async and not may_wait) or (op.is_user and op.effects is not None and not any(resources_of(node))):
+        is_unseen = op.conduct.is_user and op.effects is not None and not any(resources_of(node))
+        if is_unseen or (op.conduct.is_async and not may_wait):
             raise GraphError(
                 f"{node.name} ({op.name}) acts on the world outside, and exploring would do so in every order; feed a "
                 f"value in its place\n  built at {node.location}"
@@ -264,7 +265,7 @@ class Rules:
             come = state.memory[firing[0].attrs["barrier"].effect_key]
             return firing not in cast("frozenset[Firing]", come)
         try:
-            return not firing[0].op.is_async or not isinstance(self._result(state, firing), PlaceInLine)
+            return not firing[0].op.conduct.is_async or not isinstance(self._result(state, firing), PlaceInLine)
         except Exception:  # which `fire` raises again
             return True
 
@@ -315,7 +316,7 @@ class Rules:
             _fill(self.cells[resource.effect_key], state.memory[resource.effect_key])
         node, tag = firing
         inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
-        if node.op.needs_context:
+        if node.op.conduct.needs_context:
             inputs.insert(0, KernelContext(self.seed, tag[0], tag[1:], self._ends[tag[0]]))
         return worked(self._kernels[node](*inputs))
 

@@ -18,10 +18,10 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.building.build import graph_for
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
-from asyncflow.graph.op import Access, KernelContext, define, not_differentiable
+from asyncflow.graph.op import WAITS, Access, KernelContext, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
-from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.values import Conduct, Kernel, Namespace, Value
 
 
 def whole_number(value: object, what: str, least: int = 1) -> int:
@@ -271,9 +271,7 @@ def _unlock_kernel(xp: Namespace, *, mutex: MutexState) -> Kernel:
 _of_mutex = partial(
     define,
     effects=lambda node: ((node.attrs["mutex"].effect_key, Access.WRITE),),
-    needs_context=True,
-    is_async=True,
-    is_undone=True,
+    conduct=Conduct(needs_context=True, is_async=True, is_undone=True),
 )
 LOCK = _of_mutex("mutex_lock", lambda *, mutex, until="": (), _lock_kernel)
 UNLOCK = _of_mutex("mutex_unlock", lambda *, mutex: (), _unlock_kernel)
@@ -283,7 +281,7 @@ WAIT = define(
     lambda xp, *, barrier: barrier.come,
     # Each node by itself: two that stand in an order would never meet.
     effects=lambda node: (((node.attrs["barrier"].effect_key, node.name), Access.WRITE),),
-    is_async=True,
+    conduct=WAITS,
 )
 MEETING_OPS = (LOCK, UNLOCK, WAIT)
 not_differentiable(*MEETING_OPS, because="nothing flows through it: it says when others run")

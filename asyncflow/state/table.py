@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Access, Effects, define, not_differentiable
+from asyncflow.graph.op import DRAWS, Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, dtype_name, int64, string
@@ -258,9 +258,7 @@ TABLE_APPEND = _write_op(
     "table_append", _append_spec, lambda xp, *, table: table.append, effects=_effects(Access.WRITE)
 )
 TABLE_GATHER = _table_op("table_gather", _gather_spec, lambda xp, *, table: table.gather, effects=_effects(Access.READ))
-TABLE_SAMPLE = _table_op(
-    "table_sample", _sample_spec, _sample_kernel, effects=_effects(Access.READ), needs_context=True, is_random=True
-)
+TABLE_SAMPLE = _table_op("table_sample", _sample_spec, _sample_kernel, effects=_effects(Access.READ), conduct=DRAWS)
 TABLE_SIZE = _table_op(
     "table_size",
     lambda *, table: Spec(int64, ()),

@@ -12,7 +12,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError, located_at
 from asyncflow.graph.building.build import TensorLike, refuse_coroutines
 from asyncflow.graph.graph import Graph, Subgraph, current_graph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import define, not_differentiable
+from asyncflow.graph.op import NEW_EACH, define, not_differentiable
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import bool_, dtype_name, float64
 from asyncflow.graph.values.shapes import format_shape, is_static, is_subshape
@@ -26,7 +26,7 @@ from asyncflow.values import Nest
 
 REDUCTIONS: Final = ("sum", "mean", "max")
 REDUCE_CHILDREN = define(
-    "reduce_children", lambda *inputs, each, reduce, reads: tuple(x.spec for x in each.results), is_random=True
+    "reduce_children", lambda *inputs, each, reduce, reads: tuple(x.spec for x in each.results), conduct=NEW_EACH
 )
 """The results of all children together: `each` is computed for every child. `vertex_map` builds it for all vertices.
 

@@ -52,7 +52,7 @@ class _Joining:
         captured = {x.node for x in body.captures.values()}
         varied = {x.node for x in body.inputs} - captured
         for node in body.nodes:
-            if node.op.is_random or any(source in varied for source in node.sources):
+            if node.op.conduct.is_random or any(source in varied for source in node.sources):
                 varied.add(node)
         self.fixed = set(body.nodes) - varied
         self.uses = Counter(x for node in body.nodes for x in node.inputs)

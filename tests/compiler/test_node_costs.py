@@ -68,7 +68,7 @@ def test_an_estimate_never_raises(known: Any) -> None:
                 inputs, outputs = ([any_shape(random) for _ in ends] for ends in (node.inputs, node.outputs))
                 assert node.op.flops(inputs, outputs, **node.attrs) >= 0
     if known is None:  # where gradients do what any rank needs
-        ruled = {op.name for op in registered_ops() if op.flops not in (None, *ANY_SHAPES) and not op.is_user}
+        ruled = {op.name for op in registered_ops() if op.flops not in (None, *ANY_SHAPES) and not op.conduct.is_user}
         missing = ruled - {node.op.name for node in graph.nodes}
         assert not missing, "build a node of each in build_all"
 

@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.building.build import apply
-from asyncflow.graph.op import OPAQUE, Op
+from asyncflow.graph.op import OPAQUE, WAITS, Op
 from asyncflow.testing import virtual_clock
 from tests.conftest import AuditedRun, assert_baseline
 from tests.distributed.clusters import COUNTS, Cluster, assert_nothing_left, ring
@@ -151,7 +151,7 @@ def test_a_coroutine_that_cannot_be_made(kind: Any) -> None:
         raise LookupError("no coroutine")
 
     async def main(open_session: OpenSession) -> None:
-        broken = Op(name="broken", infer=lambda x: x, kernel=lambda xp: call, is_async=True)
+        broken = Op(name="broken", infer=lambda x: x, kernel=lambda xp: call, conduct=WAITS)
         with af.Graph() as graph, af.device(cluster.device(1)):
             lost = apply(broken, af.constant(1.0))[0]
         async with open_session(graph) as session:

@@ -18,7 +18,8 @@ from asyncflow.graph.facts import (
     Fact,
     Purpose,
 )
-from asyncflow.graph.op import OPAQUE, Op, find_op, registered_ops
+from asyncflow.graph.op import NEW_EACH, OPAQUE, Op, find_op, registered_ops
+from asyncflow.values import Conduct
 
 J, W, A, C, P = Fact.JOINS, Fact.WAITS, Fact.AWAITS, Fact.CALLS, Fact.CALLS_PURE
 E, D, B, G, H = Fact.EFFECT, Fact.DRAWS, Fact.BODIES, Fact.GIVEN, Fact.BY_HAND
@@ -107,9 +108,9 @@ def test_the_most_telling_fact_is_named(purpose: Purpose) -> None:
 
 
 def test_facts_of_a_changed_op_are_its_own() -> None:
-    assert Fact.DRAWS in replace(find_op("add"), is_random=True).facts
+    assert Fact.DRAWS in replace(find_op("add"), conduct=NEW_EACH).facts
     assert not find_op("add").facts
 
 
 def test_an_op_of_the_users_may_have_any_name() -> None:
-    assert Fact.GIVEN not in Op("placeholder", lambda: (), lambda xp: lambda: None, is_user=True).facts
+    assert Fact.GIVEN not in Op("placeholder", lambda: (), lambda xp: lambda: None, conduct=Conduct(is_user=True)).facts

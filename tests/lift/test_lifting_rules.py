@@ -22,7 +22,7 @@ ROWS = 3
 
 
 def test_every_op_has_a_row_rule_or_says_why_not() -> None:
-    known = [op for op in registered_ops() if not op.is_user and op.name.isidentifier()]
+    known = [op for op in registered_ops() if not op.conduct.is_user and op.name.isidentifier()]
     missing = [op.name for op in known if row_rule_of(op) is None and why_no_row_rule(op) is None]
     assert not missing, f"define these with rows= (see `Op`), or give a reason with no_row_rule: {missing}"
     both = [op.name for op in known if row_rule_of(op) is not None and why_no_row_rule(op) is not None]
@@ -146,8 +146,8 @@ def test_a_node_over_rows_equals_its_result_for_each_row(place: int, thorough: b
 
 def _has_rule(node: Node) -> bool:
     op = node.op
-    draws = op.needs_context or op.is_random
-    return bool(node.inputs and node.outputs) and row_rule_of(op) is not None and not draws and not op.is_user
+    draws = op.conduct.needs_context or op.conduct.is_random
+    return bool(node.inputs and node.outputs) and row_rule_of(op) is not None and not draws and not op.conduct.is_user
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_every_rule_is_looked_at() -> None:
                         node, [values[x] for x in node.inputs], thorough=True
                     ):
                         looked_at.add(node.op.name)
-    ruled = {op.name for op in registered_ops() if row_rule_of(op) is not None and not op.needs_context}
+    ruled = {op.name for op in registered_ops() if row_rule_of(op) is not None and not op.conduct.needs_context}
     stores = {
         name for name in ruled if name.startswith(("tensor_array", "saved_value", "save_value", "store_", "table_"))
     }

@@ -17,6 +17,7 @@ from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import Op
 from asyncflow.ops.rows.by_row import BY_ROW_OPS, Paused, RowKernel
 from asyncflow.ops.user.recorded_calls import recorded
+from asyncflow.values import Conduct
 
 Array = np.ndarray[Any, Any]
 
@@ -26,7 +27,9 @@ class Library:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.op = Op("doubled", lambda x, k: x, self.kernel, is_user=True, rows_kernel=self.rows_kernel)
+        self.op = Op(
+            "doubled", lambda x, k: x, self.kernel, conduct=Conduct(is_user=True), rows_kernel=self.rows_kernel
+        )
 
     def kernel(self, xp: Any) -> Any:
         def call(x: Array, k: Array) -> Array:

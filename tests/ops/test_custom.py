@@ -66,7 +66,7 @@ def test_keeps_the_wrapped_function() -> None:
     assert (double.__name__, double.__doc__, double.name) == ("double", "Twice x.", "double")  # type: ignore[attr-defined]
     assert str(inspect.signature(double)) == str(inspect.signature(double.function))
     assert repr(double) == "<op double>"
-    assert double.op.is_user and not double.op.is_async
+    assert double.op.conduct.is_user and not double.op.conduct.is_async
     with pytest.raises(af.GraphError, match="no op is named 'double'"):
         find_op("double")
 
@@ -320,7 +320,7 @@ async def test_runs_functions_and_coroutines(graph: af.Graph, run: Runner) -> No
         arrived.set()
         return 1.0
 
-    assert meet.op.is_async
+    assert meet.op.conduct.is_async
     total, rows = meet(double(ONES), n=2)
     one = arrive()
     result = await run({"total": total + one, "rows": rows})

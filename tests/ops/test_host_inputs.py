@@ -30,6 +30,7 @@ from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
 from asyncflow.ops.indexing.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.layers import nn as ops_nn
 from asyncflow.ops.matrices.derivatives import fit_to
+from asyncflow.values import Conduct
 from asyncflow.vertex.children import REDUCE_SEGMENTS
 from asyncflow.vertex.permutation import permuted
 from asyncflow.vertex.schedule import schedules
@@ -48,7 +49,7 @@ NOT_HERE = frozenset({"identity", "no_op", "stop_gradient", "custom_gradient", "
 
 
 def _evaluated(node: Node, values: dict[Tensor, Any], kernel: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    context = [KernelContext(seed=1, run=2, tag=(3,))] if node.op.needs_context else []
+    context = [KernelContext(seed=1, run=2, tag=(3,))] if node.op.conduct.needs_context else []
     with np.errstate(all="ignore"):
         result = kernel(*context, *inputs)
     values.update(zip(node.outputs, (result,) if node.single else result, strict=True))
@@ -403,7 +404,7 @@ def _every_op() -> list[Op]:
 def test_every_op_is_looked_at() -> None:
     """An op that none of the programs has would be looked at nowhere: add it to one."""
     seen = {node.op for build, arrays, known in PROGRAMS for node in traced(build, arrays, known)[0]}
-    pure = [op for op in _every_op() if op.effects is None and not op.is_user]
+    pure = [op for op in _every_op() if op.effects is None and not op.conduct.is_user]
     missing = sorted(op.name for op in pure if op not in seen and op.name not in NOT_HERE)
     assert not missing, f"add these to a program of this file: {missing}"
 
@@ -416,7 +417,7 @@ def test_a_kernel_that_looks_unsaid_is_found() -> None:
 
 
 def test_users_and_strings_stay_on_the_host() -> None:
-    user = Op(name="user", infer=lambda x: x, kernel=lambda xp: lambda x: x, is_user=True)
+    user = Op(name="user", infer=lambda x: x, kernel=lambda xp: lambda x: x, conduct=Conduct(is_user=True))
     with Graph():
         x, text = placeholder("float64", (2,)), placeholder("string", (2,))
         assert runs_on_host(apply(user, x)[0].node)

@@ -59,8 +59,8 @@ def test_a_rate_is_calls_and_seconds(rate: Any, tokens: int, period_s: float) ->
 def test_functions_without_limits_have_none() -> None:
     assert af.op(outputs=SCALAR, retries=0, timeout=None)(same).limits is None
     assert af.op(outputs=SCALAR)(same).limits is None
-    assert not af.op(outputs=SCALAR)(same).op.is_async
-    assert af.op(outputs=SCALAR, timeout=1)(same).op.is_async
+    assert not af.op(outputs=SCALAR)(same).op.conduct.is_async
+    assert af.op(outputs=SCALAR, timeout=1)(same).op.conduct.is_async
 
 
 def test_calls_of_a_stateful_plain_function_take_turns() -> None:

@@ -36,7 +36,7 @@ def draw(
     for node in tensor.graph.nodes[: tensor.node.id + 1]:
         if node.op.kernel is None or any(x not in values for x in node.inputs):
             continue
-        context = (KernelContext(seed=seed, run=run, tag=tag),) if node.op.needs_context else ()
+        context = (KernelContext(seed=seed, run=run, tag=tag),) if node.op.conduct.needs_context else ()
         value = node.op.kernel(np, **node.attrs)(*context, *(values[x] for x in node.inputs))
         (output,) = node.outputs
         assert np.asarray(value).dtype == output.dtype
@@ -141,7 +141,7 @@ def test_the_name_is_the_full_name() -> None:
         x = random.normal(3)
     assert x.node.name == "layer/random_normal"
     assert not np.array_equal(draw(x), draw(random.normal(3)))
-    assert x.node.op.is_random
+    assert x.node.op.conduct.is_random
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])

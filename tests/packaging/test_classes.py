@@ -25,7 +25,6 @@ LARGER: dict[str, tuple[int, int]] = {
     "Timeline": (33, 1),
     "Progress": (29, 0),
     "CudaSwapping": (28, 6),
-    "Op": (28, 13),
     "SessionOptions": (28, 9),
     "SlicedRegion": (27, 10),
     "GradientBody": (26, 1),

@@ -317,7 +317,7 @@ def open_pairs(program: Program, random: Random) -> set[frozenset[Node]]:
     found = {frozenset(node for node, _ in pair) for pair, first in firsts.items() if len(first) > 1}
     unseen = {each for pair in found for each in pair if not any(map(needed.is_used, each.outputs))}
     reads = {each for each in unseen if each.op.name == "variable_read"}
-    adds = {each for each in unseen if each.op.commutes}
+    adds = {each for each in unseen if each.op.conduct.commutes}
     return {pair for pair in found if not pair & reads and not pair <= adds}
 
 

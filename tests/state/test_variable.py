@@ -260,7 +260,7 @@ def test_update_with_user_code_is_marked(graph: af.Graph) -> None:
     keep = af.op(outputs=af.spec("int64", (2,)))(lambda old: kept)
     v = af.Variable([0, 0])
     new = v.update(keep)
-    assert new.node.op.is_user and not v.update(lambda old: old).node.op.is_user
+    assert new.node.op.conduct.is_user and not v.update(lambda old: old).node.op.conduct.is_user
     store = StateStore()
     kernel_of(new, store)()
     kept[0] = 9

@@ -21,7 +21,7 @@ from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
 
 def draws(node: Node) -> bool:
     """Return True if a node's values depend on its place, so that a copy elsewhere needs a key."""
-    return node.op.needs_context and told_key(node) is None
+    return node.op.conduct.needs_context and told_key(node) is None
 
 
 def told_key(node: Node) -> Tensor | None:

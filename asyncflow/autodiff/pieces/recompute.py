@@ -29,7 +29,7 @@ from asyncflow.graph.building.copying import Copier
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.facts import RECOMPUTE
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.op import OPAQUE, Access, define, derivative
+from asyncflow.graph.op import NEW_EACH, OPAQUE, Access, define, derivative
 from asyncflow.graph.structured import deep
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
@@ -59,7 +59,7 @@ def _kernel(xp: Namespace, *, count: int, **attrs: object) -> Kernel:
 RECOMPUTED = define("recomputed", _first, _kernel, flops=free, is_total=True, traits=OPAQUE)
 """Passes on `count` results; of what else it is given, `arguments` come first."""
 
-BARRIER = define("barrier", _first, _kernel, flops=free, is_random=True, traits=OPAQUE)
+BARRIER = define("barrier", _first, _kernel, flops=free, conduct=NEW_EACH, traits=OPAQUE)
 """Passes on `count` values once all its inputs are there."""
 
 

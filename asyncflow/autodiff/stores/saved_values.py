@@ -15,7 +15,16 @@ from asyncflow.devices.saved.swap import Moves
 from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, READS_STORE, KernelContext, define, derivative, not_differentiable
+from asyncflow.graph.op import (
+    DRAWS,
+    NEW_EACH,
+    OPAQUE,
+    READS_STORE,
+    KernelContext,
+    define,
+    derivative,
+    not_differentiable,
+)
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
@@ -26,7 +35,7 @@ NEW_STORE = define(
     lambda **_: STORE,
     lambda xp, **_: lambda: SavedValues(StoreLog(), 0, 0),
     flops=free,
-    is_random=True,
+    conduct=NEW_EACH,
     is_total=True,
     traits=OPAQUE,
 )
@@ -47,8 +56,7 @@ MOVING_STORE = define(
     lambda **_: STORE,
     _moving_store,
     flops=free,
-    is_random=True,
-    needs_context=True,
+    conduct=DRAWS,
     traits=OPAQUE,
 )
 """`NEW_STORE` on a device that can move values away, for a plan alone: its attributes hold the device's `Swapping`."""

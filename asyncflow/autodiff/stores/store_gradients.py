@@ -16,6 +16,7 @@ from asyncflow.control.stores import tensor_array
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import (
+    NEW_EACH,
     OPAQUE,
     READS_STORE,
     define,
@@ -127,7 +128,7 @@ def _cuts(lengths: Array) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-NO_GRADIENT = store_op("store_gradient", lambda: STORE, lambda: StoreGradient.of(()), is_random=True, is_total=True)
+NO_GRADIENT = store_op("store_gradient", lambda: STORE, lambda: StoreGradient.of(()), conduct=NEW_EACH, is_total=True)
 ACCUMULATE = store_op(
     "accumulate_gradient",
     lambda grads, index, grad: STORE,

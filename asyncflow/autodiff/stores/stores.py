@@ -17,12 +17,12 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 from asyncflow.devices.saved.saved_handle import SavedEntry
 from asyncflow.devices.saved.swap import Moves
 from asyncflow.devices.swapping import Swapping
-from asyncflow.graph.op import OPAQUE, HostInputs, Op, define
+from asyncflow.graph.op import OPAQUE, PURE, HostInputs, Op, define
 from asyncflow.graph.values.dtypes import VARIANT, summed_in
 from asyncflow.graph.values.shapes import format_shape
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
-from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Conduct, Kernel, Namespace, Value
 
 STORE = Spec(VARIANT, ())
 """The spec of every store."""
@@ -308,7 +308,7 @@ def store_op(
     kernel: Kernel,
     host_inputs: HostInputs = (),
     *,
-    is_random: bool = False,
+    conduct: Conduct = PURE,
     is_total: bool = False,
 ) -> Op:
     """Register an op that moves values into a store or out of it, by the same kernel on all devices; see `Op`."""
@@ -318,7 +318,7 @@ def store_op(
         lambda xp, **attrs: kernel,
         flops=free,
         host_inputs=host_inputs,
-        is_random=is_random,
+        conduct=conduct,
         is_total=is_total,
         traits=OPAQUE,
     )

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.batching.products_ahead import most_at_once
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import NEW_EACH, Op
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec
@@ -236,13 +236,13 @@ NEW_SUMS = Op(
     "pending_sums",
     lambda *totals, block_bytes: Spec(VARIANT),  # of unknown shape: it may be large
     lambda xp, *, block_bytes: lambda *totals: PendingSums(totals, block_bytes),
-    is_random=True,
+    conduct=NEW_EACH,
     flops=free,
 )
-ADD_PRODUCTS = Op("add_products", lambda *_, operands: Spec(VARIANT), _add_kernel, is_random=True, flops=_add_flops)
+ADD_PRODUCTS = Op("add_products", lambda *_, operands: Spec(VARIANT), _add_kernel, conduct=NEW_EACH, flops=_add_flops)
 SUMS = Op(
     "sums",
     lambda pending, *, values: values,
     lambda xp, *, values: lambda pending: tuple(pending.settle()),
-    is_random=True,
+    conduct=NEW_EACH,
 )

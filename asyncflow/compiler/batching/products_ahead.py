@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.graph.op import OPAQUE, Op, find_op
+from asyncflow.graph.op import NEW_EACH, OPAQUE, Op, find_op
 from asyncflow.graph.values.dtypes import VARIANT, DType
 from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec
@@ -332,7 +332,7 @@ def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int,
 
 # Each belongs to one activation of one loop, so it is never shared with an equal one. Its shape is unknown: it may be
 # large.
-PRODUCTS_AHEAD = Op("rows_ahead", lambda *_, **attrs: Spec(VARIANT), _ahead_kernel, is_random=True, flops=free)
+PRODUCTS_AHEAD = Op("rows_ahead", lambda *_, **attrs: Spec(VARIANT), _ahead_kernel, conduct=NEW_EACH, flops=free)
 PRODUCT_AHEAD = Op(
     "row_ahead",
     lambda *_, which, value, summed: value,

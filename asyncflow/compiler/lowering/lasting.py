@@ -22,7 +22,7 @@ from asyncflow.values import Array, Kernel, Value
 def lasts(node: Node) -> bool:
     """Return True if a firing has effects that outlast its run, queues aside."""
     op = node.op
-    if op.is_undone or any(resource.waits for resource in resources_of(node)):
+    if op.conduct.is_undone or any(resource.waits for resource in resources_of(node)):
         return False
     if op.effects is not None and has_side_effect(node):
         return True

@@ -79,7 +79,7 @@ def find_single_call(
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + n_others:
         return None
     node = kernels[0]
-    waits = may_wait and node.source.op.waits_in_line and all(device.swapping is None for device in devices)
+    waits = may_wait and node.source.op.conduct.waits_in_line and all(device.swapping is None for device in devices)
     if makers and not waits:
         return None
     if not (node.is_small or waits or _may_be_short(node, may_loop, has_context)) or any(

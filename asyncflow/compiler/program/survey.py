@@ -54,13 +54,13 @@ def survey(
     written: set[Hashable] = set()
     for node in graph.walk():
         op = node.op
-        gathers = gathers or op.waits_in_line
+        gathers = gathers or op.conduct.waits_in_line
         writes = op.effects is not None and has_side_effect(node)
-        has_users = has_users or (op.is_user and op.is_async)
+        has_users = has_users or (op.conduct.is_user and op.conduct.is_async)
         # A body that several runs share says for itself whether it only computes.
         if writes or not getattr(node.attrs.get("shared"), "is_repeatable", RUN_AGAIN.allows(op)):
             is_repeatable = False
-            takes = takes or (op.is_undone and bool(node.outputs))
+            takes = takes or (op.conduct.is_undone and bool(node.outputs))
         for resource in resources_of(node) if node.attrs else ():
             if resource.waits:
                 waits = True

@@ -18,7 +18,7 @@ from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Op, host_inputs, runs_on_host
+from asyncflow.graph.op import WAITS, Op, host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
@@ -128,7 +128,7 @@ DEVICE_WHILE = Op(
     "device_while",
     lambda *_, loop, captured_on_host: tuple(output.spec for output in loop.outputs),
     _not_bound,
-    is_async=True,
+    conduct=WAITS,
 )
 """Op for a loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in
 `captures_on_host`.

@@ -127,9 +127,9 @@ def is_compilable(node: Node) -> bool:
         return all(is_compilable(inner) for body in node.subgraphs for inner in body.nodes)
     if node.op in (EMIT, FEED, FETCH, CONTROL_TRIGGER):
         return False
-    if node.op.is_user and node.op not in BY_ROW_OPS:
+    if node.op.conduct.is_user and node.op not in BY_ROW_OPS:
         return False  # it may block: it gets a thread of its own if it is slow; rows let the region stop in between
-    return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.is_async)
+    return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.conduct.is_async)
 
 
 def waits_in_turn(node: WhileNode) -> bool:

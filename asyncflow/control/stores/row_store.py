@@ -16,7 +16,7 @@ from asyncflow.control.stores.row_block import RowBlock, RowKind, RowState
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_UNCAPTURED, READS_STORE, define
+from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_EACH, NEW_UNCAPTURED, READS_STORE, define
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
 from asyncflow.graph.values.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
@@ -90,7 +90,7 @@ def _new_kernel(xp: Namespace, *, row: Spec) -> Kernel:
 
 
 # Two stores made alike are not interchangeable: rows for one must not be written behind those of the other.
-ROW_STORE = define("row_store", _new_spec, _new_kernel, is_random=True, flops=free, host_inputs=(0,))
+ROW_STORE = define("row_store", _new_spec, _new_kernel, conduct=NEW_EACH, flops=free, host_inputs=(0,))
 APPEND = define(
     "row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=NEW_UNCAPTURED
 )

@@ -47,7 +47,7 @@ from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.user.batch import Batch
 from asyncflow.ops.user.custom import install_batching
 from asyncflow.ops.user.step_policy import StepPolicy
-from asyncflow.values import Array, Kernel, Namespace, Nest, Value
+from asyncflow.values import Array, Conduct, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")
 
@@ -382,8 +382,7 @@ def define_shared(name: str, what: str, instead: str, node_type: type[Node] = No
         name,
         lambda *inputs, shared, **attrs: shared.node_specs(),
         _kernel,
-        is_async=True,
-        waits_in_line=True,
+        conduct=Conduct(is_async=True, waits_in_line=True),
         effects=_reads,
         node_type=node_type,
     )
@@ -625,7 +624,7 @@ def _trace(
 def why_not_shareable(nodes: Iterable[Node]) -> str | None:
     """Return a fault of one node whose results would differ among several members; None without such a node."""
     for node in nodes:
-        if node.op.needs_context and node.op is not RANDOM_AGAIN and not draws_numbers(node.op):
+        if node.op.conduct.needs_context and node.op is not RANDOM_AGAIN and not draws_numbers(node.op):
             fault = "depends on the run, which members of a call do not share: do it outside, and pass the result in"
         elif node.subgraphs == () and any(
             access is Access.WRITE and not (key is node and node.outputs) for key, access in node_effects(node)

@@ -131,7 +131,8 @@ def _counts_iterations(body: Subgraph, depth: int = 0) -> bool:
     """Return True if something in the body of a loop draws by the loop's iterations; `depth`: loops around it there."""
     for node in body.nodes:
         op = node.op
-        if op.needs_context and (op.is_random or node.attrs.get("inside", 0) > depth):  # others do not need a context
+        is_counted = op.conduct.is_random or node.attrs.get("inside", 0) > depth  # others do not need a context
+        if op.conduct.needs_context and is_counted:
             return True
         if any(_counts_iterations(part, depth + isinstance(node, WhileNode)) for part in node.subgraphs):
             return True

@@ -41,7 +41,9 @@ def extents(x: Tensor) -> tuple[int, ...] | None:
 def _sources(node: Node) -> list[Tensor]:
     """The inputs whose extents tell something of the outputs'."""
     op = node.op
-    if op.kernel is None or op.is_user or not node.graph.is_subgraph or all(_is_known(x.spec) for x in node.outputs):
+    if op.kernel is None or op.conduct.is_user or not node.graph.is_subgraph:
+        return []
+    if all(_is_known(x.spec) for x in node.outputs):
         return []
     return list(node.inputs)
 

@@ -21,7 +21,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.foreign_names import public_names
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import KernelContext, Op, find_op, register
+from asyncflow.graph.op import DRAWS, KernelContext, Op, find_op, register
 from asyncflow.graph.values.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
 from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.values.spec import Spec
@@ -70,7 +70,7 @@ def _random_op(
     def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
 
-    op = Op(f"random_{name}", rule, kernel, needs_context=True, is_random=True, rows="row by row", runs_on_host=True)
+    op = Op(f"random_{name}", rule, kernel, conduct=DRAWS, rows="row by row", runs_on_host=True)
     return register(op)
 
 
@@ -158,8 +158,7 @@ SEEDED = register(
         "random_seeded",
         _seeded_spec,
         _seeded_kernel,
-        needs_context=True,
-        is_random=True,
+        conduct=DRAWS,
         rows="row by row",
         runs_on_host=True,
     )

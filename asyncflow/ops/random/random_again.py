@@ -13,14 +13,14 @@ import numpy as np
 
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import KernelContext, Op, define, find_op
+from asyncflow.graph.op import DRAWS, KernelContext, Op, define, find_op
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.draws import DrawsForRows, RowContexts
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN, row_by_row
 from asyncflow.ops.rows.rule import row_rule
-from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Conduct, Kernel, Namespace, Value
 
 _WORD = 1 << 64
 
@@ -101,8 +101,7 @@ RANDOM_KEY = define(
     "random_key",
     lambda *, depth, counts: Spec(int64, (None if depth is None else FIRST + depth + counts,)),
     _key_kernel,
-    needs_context=True,
-    is_random=True,
+    conduct=DRAWS,
     rows="row by row",
     flops=free,
     runs_on_host=True,
@@ -111,7 +110,7 @@ RANDOM_AGAIN = define(
     "random_again",
     lambda key, *inputs, specs, **attrs: specs,
     _again_kernel,
-    needs_context=True,
+    conduct=Conduct(needs_context=True),
     rows="row by row",
     runs_on_host=True,
 )
@@ -137,7 +136,8 @@ def random_key(depth: int | None = None, *, counts: bool = False) -> Tensor:
 
 def draws_numbers(op: Op) -> bool:
     """Return True if an op's results depend on the seed, the run and the iteration alone, beside its inputs."""
-    return (op.needs_context and op.is_random and op.effects is None and op.rows == "row by row") or op is BY_ROW_DRAWN
+    draws = op.conduct.needs_context and op.conduct.is_random and op.effects is None
+    return (draws and op.rows == "row by row") or op is BY_ROW_DRAWN
 
 
 def draw_by_key(node: Node, key: Tensor, inside: int, axes: int = 0, *, of_rows: bool = False) -> None:

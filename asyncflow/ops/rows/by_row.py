@@ -22,6 +22,7 @@ from asyncflow.errors import RowByRow, in_row
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import (
+    DRAWS,
     OPAQUE,
     Access,
     KernelContext,
@@ -42,7 +43,7 @@ from asyncflow.ops.draws import RowContexts
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.user.results import require_rows
-from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Conduct, Kernel, Namespace, Value
 
 _State: TypeAlias = "tuple[Array, Iterator[tuple[Value, ...]], float, list[Any]]"
 
@@ -58,14 +59,14 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         CannotLift: the kernel is a coroutine, or a user's, whose results may be of another shape for each row.
     """
     op = node.op
-    if op.is_async and op.rows_kernel is None:
+    if op.conduct.is_async and op.rows_kernel is None:
         why = "is async or has limits (timeout=, rate=, ...): it awaits for each row"
-        raise CannotLift(f"{node.name} ({op.name}) {why if op.is_user else 'awaits, for each row by itself'}")
+        raise CannotLift(f"{node.name} ({op.name}) {why if op.conduct.is_user else 'awaits, for each row by itself'}")
     if op.rows_kernel is not None:  # one call for all rows, which each of its inputs has then
         inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
-    elif op.is_user and not all(is_static(y.shape) for y in node.outputs):
+    elif op.conduct.is_user and not all(is_static(y.shape) for y in node.outputs):
         raise CannotLift(f"{node.name} ({op.name}) leaves the shape of its results open, and rows need one")
-    attrs = {"loops": rows.places()} if op.needs_context else {"host": tuple(sorted(host_inputs(node)))}
+    attrs = {"loops": rows.places()} if op.conduct.needs_context else {"host": tuple(sorted(host_inputs(node)))}
     return apply(
         _calling(node),
         rows.numbers(),
@@ -82,9 +83,9 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
 
 
 def _calling(node: Node) -> Op:
-    if node.op.is_user:
-        return _OF_USER[node.op.is_repeatable, node.op.takes_any_arrays, node.op.is_async]
-    if node.op.needs_context:
+    if node.op.conduct.is_user:
+        return _OF_USER[node.op.conduct.is_repeatable, node.op.takes_any_arrays, node.op.conduct.is_async]
+    if node.op.conduct.needs_context:
         return BY_ROW_DRAWN
     if node.op.effects is not None:
         return BY_ROW_CHECKED
@@ -125,7 +126,7 @@ def _kernel(
         try:
             found = of_rows(*inputs)
         except Exception:
-            if op.is_user:
+            if op.conduct.is_user:
                 raise
             return stacked(numbers, *inputs)  # which names the row
         results: tuple[Array, ...] = (found,) if single else found
@@ -138,9 +139,9 @@ def _kernel(
         require_rows(results, len(numbers))
         return results
 
-    if op.is_async:
+    if op.conduct.is_async:
         return in_turn
-    return _AtOnce(at_once, stacked) if op.is_user else at_once
+    return _AtOnce(at_once, stacked) if op.conduct.is_user else at_once
 
 
 def _drawing_kernel(
@@ -407,9 +408,7 @@ _ON_HOST = define("row_by_row_on_host", _infer, _kernel, flops=_flops, runs_on_h
 BY_ROW_CHECKED = define(
     "check_row_by_row", _infer, _kernel, flops=_flops, effects=lambda node: ((node, Access.WRITE),), runs_on_host=True
 )
-BY_ROW_DRAWN = define(
-    "draw_row_by_row", _infer, _drawing_kernel, flops=_flops, needs_context=True, is_random=True, runs_on_host=True
-)
+BY_ROW_DRAWN = define("draw_row_by_row", _infer, _drawing_kernel, flops=_flops, conduct=DRAWS, runs_on_host=True)
 _OF_USER = {
     (pure, anywhere, waits): define(
         f"user{'_pure' * pure}{'_anywhere' * anywhere}{'_waiting' * waits}_row_by_row",
@@ -417,14 +416,12 @@ _OF_USER = {
         _kernel,
         host_inputs=_host,
         flops=_flops,
-        is_user=True,
-        is_repeatable=pure,
+        conduct=Conduct(is_user=True, is_repeatable=pure, is_async=waits),
         takes_any_arrays=anywhere,
-        is_async=waits,
     )
     for pure, anywhere, waits in product((False, True), repeat=3)
 }
-"""Ops that call a user's function, by `is_repeatable`, `takes_any_arrays` and `is_async` of its op."""
+"""Ops that call a user's function, by `is_repeatable`, `takes_any_arrays` and `is_async` of the op."""
 BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED, *_OF_USER.values())
 """The ops that call the kernel of another for each row; their first input are the numbers of rows, a vector each."""
 

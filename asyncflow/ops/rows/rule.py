@@ -155,7 +155,7 @@ class RowAxis:
             return value.tensor
         if value.tensor.dtype == VARIANT:
             maker = value.tensor.node
-            if maker.inputs or not maker.op.is_random:
+            if maker.inputs or not maker.op.conduct.is_random:
                 raise CannotLift(f"{value.tensor.name}, which is the same for all rows, takes values of each")
             return value.tensor  # a store that is new, with nothing in it
         return apply(SPREAD_ROWS, value.tensor, self.count, extent=self.extent)[0]
@@ -247,7 +247,7 @@ def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
     if op in _each:
         return list(inputs[: len(node.outputs)])
     # Rows draw numbers of their own also where all that they draw by is common to them.
-    own = op.is_random or (op in _always and _always[op](node))
+    own = op.conduct.is_random or (op in _always and _always[op](node))
     has_rows = (any(inputs) or own) and op not in _alike
     return [has_rows] * len(node.outputs)
 

@@ -23,7 +23,7 @@ from asyncflow.ops.user.limits import Backoff, CallLimits, Rate, RetryOn, call_l
 from asyncflow.ops.user.recorded_calls import recorded, recorded_coroutine
 from asyncflow.ops.user.results import Results, checked, given_up, read_only, require_rows
 from asyncflow.ops.user.rules import accepted_arguments, rule_of_op
-from asyncflow.values import Array, Kernel, Namespace, Nest, Value
+from asyncflow.values import Array, Conduct, Kernel, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
 
@@ -102,10 +102,12 @@ class CustomOp(Generic[P]):
             calls.one_row_kernel if rows else calls.kernel,
             rows_kernel=calls.rows_kernel if rows else None,
             effects=calls.effects if self._is_stateful else None,
-            alone=calls if self._is_stateful else None,
-            is_async=is_async or self.limits is not None,
-            is_user=True,
-            is_repeatable=pure,
+            conduct=Conduct(
+                is_async=is_async or self.limits is not None,
+                is_user=True,
+                is_repeatable=pure,
+                alone=calls if self._is_stateful else None,
+            ),
             flops=None if cost is None else partial(_flops, cost),
             derivative=None if gradient is None else rule_of_op(self.name, gradient),
         )

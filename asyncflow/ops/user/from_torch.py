@@ -39,7 +39,7 @@ from asyncflow.ops.user.recorded_calls import recorded
 from asyncflow.ops.user.results import require_rows
 from asyncflow.ops.user.rules import output_gradients
 from asyncflow.ops.user.torch_arrays import CudaTensors, HostTensors, TorchTensor, torch_dtype
-from asyncflow.values import Array, Kernel, Nest, Value
+from asyncflow.values import Array, Conduct, Kernel, Nest, Value
 
 _KINDS = frozenset({"cpu", "cuda"})
 """PyTorch's names of kinds of devices that sessions may have."""
@@ -77,7 +77,8 @@ class TorchOp:
         # the host computes.
         self._takes_cards: bool = self._torch.cuda.is_available()
         # torch has one generator of random numbers for the process; and parameters are put in and out.
-        make = functools.partial(Op, is_user=True, takes_any_arrays=self._takes_cards, alone=self._torch)
+        conduct = Conduct(is_user=True, alone=self._torch)
+        make = functools.partial(Op, takes_any_arrays=self._takes_cards, conduct=conduct)
         flops = self._flops if self._is_module else None
         self._rows = rows
         self._refused = 0

@@ -93,7 +93,7 @@ class Coroutines:
             return len(self._tasks)
         in_line = self._executor.run.part.in_line
         if self._executor.asynchronous is None:
-            return sum(node.source.op.is_undone or task in in_line for task, (node, _) in self._tasks.items())
+            return sum(node.source.op.conduct.is_undone or task in in_line for task, (node, _) in self._tasks.items())
         return len(in_line.keys() & self._tasks.keys())
 
     def cancel(self) -> None:

@@ -280,7 +280,7 @@ def _text_of(graph: Graph, resources: Iterable[Resource]) -> tuple[str, str]:
     other = next((each for each in resources if each.described() is None), None)
     if other is not None:
         return "", f"it uses {other!r}, which has no text form"
-    users = next((node for node in graph.walk() if node.op.is_user), None)
+    users = next((node for node in graph.walk() if node.op.conduct.is_user), None)
     if users is not None:
         return "", f"it uses {users.op.name}, an op of your own, at {users.location}"
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.op import Access, Effects, define, inputs_from, not_differentiable
+from asyncflow.graph.op import GIVES_BACK, WAITS, Access, Effects, define, inputs_from, not_differentiable
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.shapes import format_shape, is_subshape
 from asyncflow.graph.values.spec import Spec
@@ -193,16 +193,15 @@ def _dequeue_many_kernel(
 _PUT, _TAKE = ("put", Access.WRITE), ("take", Access.WRITE)
 _LOOK = (("put", Access.READ), ("take", Access.READ))
 
-ENQUEUE = define("enqueue", _put_specs, _enqueue_kernel, effects=_effects(_PUT), is_async=True)
-ENQUEUE_MANY = define("enqueue_many", _put_specs, _enqueue_many_kernel, effects=_effects(_PUT), is_async=True)
-DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), is_async=True, is_undone=True)
+ENQUEUE = define("enqueue", _put_specs, _enqueue_kernel, effects=_effects(_PUT), conduct=WAITS)
+ENQUEUE_MANY = define("enqueue_many", _put_specs, _enqueue_many_kernel, effects=_effects(_PUT), conduct=WAITS)
+DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), conduct=GIVES_BACK)
 DEQUEUE_MANY = define(
     "dequeue_many",
     _batch_specs,
     _dequeue_many_kernel,
     effects=_effects(_TAKE),
-    is_async=True,
-    is_undone=True,
+    conduct=GIVES_BACK,
     host_inputs=inputs_from(0),
 )
 QUEUE_SIZE = define(
@@ -210,7 +209,7 @@ QUEUE_SIZE = define(
     lambda *, queue: Spec(int64, ()),
     lambda xp, *, queue: lambda: np.int64(queue.size()),
     effects=_effects(*_LOOK),
-    is_async=True,
+    conduct=WAITS,
 )
 
 
@@ -225,7 +224,7 @@ def _close_kernel(xp: Namespace, *, queue: QueueState, cancel_pending: bool) -> 
 
 
 QUEUE_CLOSE = define(
-    "queue_close", lambda *, queue, cancel_pending: (), _close_kernel, effects=_effects(_PUT), is_async=True
+    "queue_close", lambda *, queue, cancel_pending: (), _close_kernel, effects=_effects(_PUT), conduct=WAITS
 )
 PUTS, TAKES = (ENQUEUE, ENQUEUE_MANY), (DEQUEUE, DEQUEUE_MANY)
 QUEUE_OPS = (ENQUEUE, ENQUEUE_MANY, DEQUEUE, DEQUEUE_MANY, QUEUE_SIZE, QUEUE_CLOSE)

@@ -76,7 +76,7 @@ def compile_pure(xp: Namespace, function: Subgraph) -> Callable[..., Value]:
             slots[output] = len(slots)
     call = straight_line(len(function.inputs), steps, slots[function.results[0]])
     # A user's function may keep the array it returns, so that one is copied.
-    return call if any(node.op.is_user for node in _needed(function)) else sealed(call)
+    return call if any(node.op.conduct.is_user for node in _needed(function)) else sealed(call)
 
 
 def _noting(kernel: Kernel, node: Node) -> Kernel:

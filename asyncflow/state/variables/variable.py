@@ -36,7 +36,7 @@ from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
 from asyncflow.state.variables.immutable import sealed
 from asyncflow.state.variables.pure import check_pure, compile_pure, needs_host, stays_on_host
 from asyncflow.state.variables.variable_state import VariableState
-from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Conduct, Kernel, Namespace
 
 
 class Variable(Resource, Operators):
@@ -267,7 +267,7 @@ def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
         return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
-    return define(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE), commutes=True)
+    return define(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE), conduct=Conduct(commutes=True))
 
 
 def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
@@ -299,7 +299,7 @@ ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
 UPDATE = define(
     "variable_update", _update_spec, _update_kernel, effects=_effects(Access.WRITE), host_inputs=_update_host_inputs
 )
-USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True, host_inputs=()))
+USER_UPDATE = register(replace(UPDATE, name="variable_user_update", conduct=Conduct(is_user=True), host_inputs=()))
 """An update whose function calls user code, so it may take long however small its values are.
 
 An update that looks at values does so as well, which only the host can: its variable lives on a CPU."""

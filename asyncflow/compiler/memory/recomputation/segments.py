@@ -297,7 +297,7 @@ class _Search:
             return f"{loop.name}, which reads its saved values, does not count down"
         if any(result.node.op is SAVE for result in loop.body.results):
             return f"its gradient {loop.name} is differentiated in turn"
-        if any(node.op.needs_context for node in loop.body.walk()):
+        if any(node.op.conduct.needs_context for node in loop.body.walk()):
             return f"its gradient {loop.name} draws random numbers"
         index = loop.body.results[count]
         reader = _Reader(loop, count)

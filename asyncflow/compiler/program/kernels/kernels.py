@@ -30,7 +30,7 @@ from asyncflow.graph.values.dtypes import VARIANT, dtype_name
 from asyncflow.graph.values.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.values.spec import KnownSpec, Spec
 from asyncflow.ops.arithmetic.elementwise import FLOOR_DIVIDE, REMAINDER
-from asyncflow.ops.rows.by_row import PausingKernel, called_op
+from asyncflow.ops.rows.by_row import PausingKernel
 from asyncflow.state.waiting.awaiting import granted
 from asyncflow.state.waiting.lines import ToldPlace
 from asyncflow.streams.holding import in_line
@@ -92,7 +92,7 @@ def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: b
         kernel = alone(node, xp)
     else:
         kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
-    if node.op.is_async:
+    if node.op.conduct.is_async:
         if isinstance(node, PooledNode) and has_variants(node.inputs):
             return partial(kernel, stores_on=node.device)
         return kernel
@@ -138,14 +138,14 @@ def bind_launch(
         name=node.name,
         stream=stream,
         single=node.single,
-        needs_context=node.op.needs_context,
-        is_async=node.op.is_async or on_host,
+        needs_context=node.op.conduct.needs_context,
+        is_async=node.op.conduct.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
         keeps_arrays=keeps_arrays,
         moves_references=node.op in (*SAVES, READ_SAVED, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=everything if runs_on_host(node) and not keeps_arrays else host_inputs(node),
-        is_user=called_op(node).is_user,
+        is_user=node.op.conduct.is_user,
         stays=getattr(node.attrs.get("shared"), "stays", frozenset()),
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
         is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
@@ -155,7 +155,7 @@ def bind_launch(
         infer=partial(kernel_specs, node),
     )
     kernel = bare(np if on_host else device.xp)
-    if node.op.is_async and not iscoroutinefunction(kernel):
+    if node.op.conduct.is_async and not iscoroutinefunction(kernel):
         kernel = _awaiting(kernel)
     return device.bind(partial(_one_by_one, kernel) if node.op is TENSOR_ARRAY else kernel, info)
 
@@ -198,10 +198,10 @@ def bind_member(
         if tensor in on_host and tensor.spec.shape != () and index not in read
     ]
     if vectors:
-        return _uploading(kernel, vectors, device.xp, node.op.needs_context)
+        return _uploading(kernel, vectors, device.xp, node.op.conduct.needs_context)
     operands = [index for index in range(len(node.inputs)) if index not in read]
     # A store that gives up what is read cannot be read twice.
-    may_repeat = not node.op.needs_context and not has_variants(node.inputs)
+    may_repeat = not node.op.conduct.needs_context and not has_variants(node.inputs)
     if operands and may_repeat and all(node.inputs[k].shape in ((), None) for k in operands):
         return _of_numbers(kernel, operands, device.xp)
     return kernel
@@ -264,7 +264,7 @@ def _recipe(node: Node) -> KernelRecipe | None:
 
 
 def _keeps_arrays(node: Node) -> bool:
-    if node.op.is_user or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)):
+    if node.op.conduct.is_user or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)):
         return True
     # A check writes to itself alone, so that it is not left out.
     return node.op.effects is not None and any(resource is not node for resource, _ in node.op.effects(node))

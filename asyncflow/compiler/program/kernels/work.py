@@ -22,7 +22,7 @@ def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[
     op = node.op
     if op.flops is None:
         return None
-    if not op.is_user:
+    if not op.conduct.is_user:
         return op.flops(input_shapes, output_shapes, **node.attrs)
     shapes = [assumed(shape) for shape in input_shapes], [assumed(shape) for shape in output_shapes]
     try:

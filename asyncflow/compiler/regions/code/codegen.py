@@ -206,7 +206,7 @@ class RegionGenerator(Source):
 
     def may_pause(self, node: Node) -> bool:
         """Return True if whoever drives the function can take over between two rows of a user's function."""
-        return node.op.is_user and not self.enqueues and self.decide is None
+        return node.op.conduct.is_user and not self.enqueues and self.decide is None
 
     def put_line(
         self,
@@ -313,7 +313,7 @@ class RegionGenerator(Source):
         if self.may_pause(node):
             expression = self.in_parts(node, expression, block)
         slot = None if own in self.lent else slot
-        if node.op.is_async:  # it waits in a line, or would be in no region
+        if node.op.conduct.is_async:  # it waits in a line, or would be in no region
             expression = self.granted(node, expression, block)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
@@ -404,7 +404,7 @@ class RegionGenerator(Source):
         infix = _INFIX.get(kernel)
         if infix is not None:
             return infix.format(*arguments)
-        if node.op.needs_context:
+        if node.op.conduct.needs_context:
             self.needs_context = True
             arguments.insert(0, self.context(block))
         if out is not None:

@@ -30,7 +30,7 @@ def needed_to_end(loop: WhileNode, kept: Iterable[int]) -> tuple[list[Node], lis
     body, decided = loop.body, {x for node in loop.predicate.nodes for x in node.inputs}
     places = {*kept, *(place for place, x in enumerate(loop.predicate.inputs[: loop.n_vars]) if x in decided)}
     wanted = [body.results[place].node for place in places]
-    wanted += [node for node in body.nodes if has_side_effect(node) or node.op.is_user or node.subgraphs]
+    wanted += [node for node in body.nodes if has_side_effect(node) or node.op.conduct.is_user or node.subgraphs]
     needed: set[Node] = set()
     while wanted:
         node = wanted.pop()

@@ -47,7 +47,7 @@ def first_guess(node: PlanNode, inputs: Sequence[Value]) -> MeasuredCost:
 def user_cost(node: PlanNode, base_ns: float = inf) -> UserCost:
     """Return the expected cost of a firing that calls functions of the user's, all nodes of which share their proof."""
     called = node.region_nodes() if node.region is not None else (node.source,)
-    ops = dict.fromkeys(called_op(each) for each in called if each.op.is_user)
+    ops = dict.fromkeys(called_op(each) for each in called if each.op.conduct.is_user)
     return UserCost(list(map(_proof_of, ops)), base_ns)
 
 
@@ -68,7 +68,7 @@ def _specs(source: Node, values: Sequence[Value]) -> list[Spec]:
 def _made(source: Node, given: Sequence[Spec]) -> Sequence[Spec]:
     """The specs of the outputs, as the shapes that are there have them."""
     declared = [tensor.spec for tensor in source.outputs]
-    if source.op.is_user or all(is_static(spec.shape) for spec in declared):
+    if source.op.conduct.is_user or all(is_static(spec.shape) for spec in declared):
         return declared
     try:
         made = source.op.infer(*given, **source.attrs)
