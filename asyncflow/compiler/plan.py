@@ -200,12 +200,10 @@ class PlanNode:
         self.region, self._label = code, None
         self.kernel = kernel
         self.estimate = estimate_region(region.walk())
-        self.needs_context = code.needs_context
-        self.is_user = any(inner.op.conduct.is_user for inner in region.walk())
-        owners = (called_op(inner).conduct.alone for inner in region.walk())
-        self.owner = next((owner for owner in owners if owner is not None), None)
+        conduct = code.conduct
+        self.needs_context, self.is_user, self.owner = conduct.needs_context, conduct.is_user, conduct.alone
         self.is_small = (
-            not (code.is_generator or code.needs_context)
+            not (code.is_generator or code.conduct.needs_context)
             and len(region.nodes) <= _SMALL_REGION
             and all(_is_small(node) for node in region.walk())
         )

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.devices.values import Placed as Placed
 from asyncflow.devices.values import Shape as Shape
 from asyncflow.streams.protocol import Stream
+from asyncflow.values import Conduct
 
 if TYPE_CHECKING:
     from asyncflow.devices.saved.memory_gate import MemoryGate
@@ -45,6 +46,28 @@ class KernelRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeInfo:
+    """Facts about the generated code of a region or loop, for a device that runs it as a whole.
+
+    Attributes:
+        vectors: positions of arguments that it takes for the device's, and that may be vectors of the host; they are
+            copied in.
+        launches: how many kernels it launches at a time.
+        captures: it may become a CUDA graph.
+        could_capture: it might, if the session asked for it.
+    """
+
+    vectors: tuple[int, ...] = ()
+    launches: int = 1
+    captures: bool = False
+    could_capture: bool = False
+
+
+_PLAIN: Final = Conduct()
+_NO_CODE: Final = CodeInfo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
     """Facts about a kernel, beside the function, for a device that launches it.
 
@@ -52,7 +75,7 @@ class KernelInfo:
         name: the node's, for timelines and errors.
         stream: which of the device's compute streams it runs on.
         single: the kernel returns its one output itself, rather than a tuple of outputs.
-        needs_context: the first argument is no value but a context, handed on as it is.
+        conduct: that of its op; a context that it needs is handed on as it is.
         is_async: the kernel is a coroutine function of the user's: it runs on the host, on host arrays.
         may_run_on_host: all outputs are integers or booleans of rank 0, so that with such inputs it need not be
             launched at all.
@@ -60,18 +83,13 @@ class KernelInfo:
         moves_references: it stores values, or finds stored ones, as they are: a few lines of Python.
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
-        is_user: it is the user's code, whose results have the shapes that it gives them.
         stays: positions of inputs that a kernel of the host takes as they are, on the device. The kernel is then told
             of the outputs that only the host uses (``leaving=``), and other outputs may be on the device, too.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
             with the host's memory.
         is_metadata: it needs no data of the device's, and its result is on the host.
         in_region: it is called by the code of a region, and not by itself.
-        vectors: positions of arguments that a region or loop takes for the device's, and that may be vectors of the
-            host; they are copied in.
-        launches: how many kernels a region launches at a time.
-        captures: a region may become a CUDA graph.
-        could_capture: it might, if the session asked for it.
+        code: of a region or loop.
         recipe: the kernel's ingredients, if it is a plain function of arrays; None if it uses state or user code, or
             checks its results.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
@@ -82,22 +100,18 @@ class KernelInfo:
     name: str
     stream: int = 0
     single: bool = True
-    needs_context: bool = False
+    conduct: Conduct = _PLAIN
     is_async: bool = False
     may_run_on_host: bool = False
     keeps_arrays: bool = False
     moves_references: bool = False
     uses_state: bool = False
     host_inputs: frozenset[int] = frozenset()
-    is_user: bool = False
     stays: frozenset[int] = frozenset()
     on_host: Kernel | None = None
     is_metadata: bool = False
     in_region: bool = False
-    vectors: tuple[int, ...] = ()
-    launches: int = 1
-    captures: bool = False
-    could_capture: bool = False
+    code: CodeInfo = _NO_CODE
     recipe: KernelRecipe | None = None
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
     infer: Callable[[Sequence[ArraySpec], Mapping[int, Array]], Sequence[ArraySpec] | None]

@@ -62,7 +62,7 @@ def test_a_counter(graph: af.Graph) -> None:
     n = af.placeholder("int64", (), name="n")
     code = region_code(graph, af.while_loop(lambda i: i < n, lambda i: i + 1, (0,), name="count"))
     assert code.is_generator
-    assert not code.needs_context
+    assert not code.conduct.needs_context
     assert (
         code.source
         == golden("""

@@ -14,9 +14,10 @@ from asyncflow.devices.cuda.launch import LONG_ELEMENTS, STEP_LAUNCHES, is_corou
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.protocol import KernelInfo
+from asyncflow.devices.protocol import CodeInfo, KernelInfo
 from asyncflow.errors import DeviceLostError, InternalError
 from asyncflow.streams.cuda.stream import active
+from asyncflow.values import Conduct
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 
@@ -109,7 +110,8 @@ async def test_what_a_kernel_gives(cupy: FakeCupy, output: Any, kind: type) -> N
 async def test_inputs_that_the_host_reads_are_not_copied_in(cupy: FakeCupy) -> None:
     async with opened(cupy) as device:
         launch = device.bind(
-            lambda context, x, shape: x.reshape(tuple(shape)), info(needs_context=True, host_inputs=frozenset({1}))
+            lambda context, x, shape: x.reshape(tuple(shape)),
+            info(conduct=Conduct(needs_context=True), host_inputs=frozenset({1})),
         )
         y = launch("context", await device.fed(VALUE, "x"), np.array([4, 3]))
         assert y.shape == (4, 3)
@@ -195,13 +197,13 @@ async def test_a_step_of_a_region_counts_as_its_possible_launches(cupy: FakeCupy
     async with opened(cupy) as device:
         x = await device.fed(VALUE, "x")
         device.launched = 0
-        firing = device.bind_region(steps, info(single=False, launches=1000), is_generator=True)(x)
+        firing = device.bind_region(steps, info(single=False, code=CodeInfo(launches=1000)), is_generator=True)(x)
         assert firing.send(None) is None and active.stream is None
         assert device.launched == STEP_LAUNCHES
         firing.send(2)
         assert device.launched == 3 * STEP_LAUNCHES
         firing.close()
-        device.bind_region(lambda x: (x,), info(single=False, launches=5), is_generator=False)(x)
+        device.bind_region(lambda x: (x,), info(single=False, code=CodeInfo(launches=5)), is_generator=False)(x)
         assert device.launched == 3 * STEP_LAUNCHES + 5
 
 

@@ -19,6 +19,7 @@ from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.virtual import VirtualClockLoop
+from asyncflow.values import Conduct
 from tests.devices.sim_machines import (
     CARD,
     DISPATCH_NS,
@@ -188,7 +189,7 @@ def test_infinities_and_nan_are_values(device: SimDevice, loop: VirtualClockLoop
 
 
 def test_a_context_is_handed_on_and_tuples_are_wrapped_one_by_one(device: SimDevice) -> None:
-    launch = bind(device, lambda context, x: (x + 1, context), needs_context=True, single=False)
+    launch = bind(device, lambda context, x: (x + 1, context), conduct=Conduct(needs_context=True), single=False)
     array, context = launch("ctx", device.constant(np.zeros(3)))
     assert isinstance(array, SimArray) and context == "ctx"
 

@@ -39,7 +39,6 @@ LARGER: dict[str, tuple[int, int]] = {
     "_TraceBody": (23, 1),
     "Executor": (22, 6),
     "Graph": (22, 1),
-    "KernelInfo": (22, 12),
     "PartitionRun": (22, 6),
     "BatchMember": (21, 2),
     "FlatBuilder": (21, 1),

@@ -37,7 +37,14 @@ from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
-from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Device, KernelInfo, is_coroutine_kernel
+from asyncflow.devices.protocol import (
+    AsynchronousDevice,
+    Capabilities,
+    CodeInfo,
+    Device,
+    KernelInfo,
+    is_coroutine_kernel,
+)
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.told import ToldAccount
 from asyncflow.graph.builtin import CONSTANT
@@ -157,17 +164,19 @@ def _bound_region(
 ) -> Kernel:
     """Return the function that a firing of a region calls on a device that enqueues it as a whole."""
     region: Region = node.attrs["region"]
-    first = 1 if code.needs_context else 0
+    first = 1 if code.conduct.needs_context else 0
     launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
     info = KernelInfo(
         name=node.name,
         stream=stream,
         single=False,
-        needs_context=code.needs_context,
-        vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
-        launches=launches,
-        captures=could_capture and device.capabilities.capture_if(asked),
-        could_capture=could_capture,
+        conduct=code.conduct,
+        code=CodeInfo(
+            vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
+            launches=launches,
+            captures=could_capture and device.capabilities.capture_if(asked),
+            could_capture=could_capture,
+        ),
         flops=partial(kernel_flops, node),
         infer=partial(kernel_specs, node),
     )

@@ -121,5 +121,5 @@ def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
     """Return True if the node never waits, and its duration depends on its function or the fed arrays."""
     if node.region is not None:
         has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
-        return (has_context or not node.region.needs_context) and (may_loop or not has_loops)
+        return (has_context or not node.region.conduct.needs_context) and (may_loop or not has_loops)
     return not (node.is_async or (node.needs_context and not has_context) or node.crossing)

@@ -17,7 +17,7 @@ from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
 from asyncflow.compiler.regions.fuse import fuse_bodies
 from asyncflow.devices.decisions import LoopCode
-from asyncflow.devices.protocol import AsynchronousDevice, KernelInfo
+from asyncflow.devices.protocol import AsynchronousDevice, CodeInfo, KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph
@@ -109,8 +109,9 @@ def bind_device_loop(
         name=node.name,
         stream=stream,
         single=False,
-        vectors=find_unknown_vectors(node.inputs, {node.inputs[place] for place in there}),
-        launches=launches,
+        code=CodeInfo(
+            vectors=find_unknown_vectors(node.inputs, {node.inputs[place] for place in there}), launches=launches
+        ),
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs, values: None,
     )

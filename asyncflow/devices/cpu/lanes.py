@@ -6,8 +6,8 @@ scheduler hand on its value, or let go of what an order edge held back. The user
 effect, is launched after the end of its predecessors, on any thread: the threads order nothing that the scheduler has
 not ordered before. (The loop hands over results and work by locks, which makes one thread's memory visible to the
 next.) Nothing orders two runs; they share variables, whose writes are atomic on any threads (`VariableState`). The
-exception is code that keeps state of its own and says so (`Conduct.alone`): two firings of such code are never under way
-on two threads at once, but queue on one.
+exception is code that keeps state of its own and says so (`Conduct.alone`): two firings of such code are never under
+way on two threads at once, but queue on one.
 
 Which threads there are. A firing is *short*, *medium* or *long* by its expected time, or *unmeasured*::
 

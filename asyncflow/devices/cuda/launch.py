@@ -64,7 +64,7 @@ class CudaLauncher:
                 return info.on_host(*args)
         device.check()
         device.pool.label = info.name
-        first = 1 if info.needs_context else 0
+        first = 1 if info.conduct.needs_context else 0
         raw = list(args)
         values.hold(args)
         try:
@@ -149,7 +149,7 @@ class CudaRegionLauncher:
         self._device = device
         stream = device.compute_streams[info.stream]
         self.graphs: GraphCache[RegionGraph] | None = None
-        if info.captures:
+        if info.code.captures:
             device.make_capturable()
             region = CapturedRegion(device.cupy, stream, device.pool, function, info.name, is_generator)
             self.graphs = region.graphs
@@ -180,11 +180,11 @@ class CudaRegionLauncher:
         def call(*args: Value) -> tuple[Placed, ...]:
             stream, device, info = self._values.stream, self._device, self._info
             try:
-                if info.vectors:
-                    args = self._values.brought(args, info.vectors)
+                if info.code.vectors:
+                    args = self._values.brought(args, info.code.vectors)
                 self._values.hold(args)
                 with stream, device.timed(stream, info.name):
-                    device.launched += info.launches
+                    device.launched += info.code.launches
                     return self._outputs(function(*self._inputs(args)))
             except RuntimeError as error:
                 raise device.cause_of(error)  # noqa: B904 - which has its cause
@@ -194,11 +194,11 @@ class CudaRegionLauncher:
     def _stepped(self, function: Kernel) -> Kernel:
         def steps(*args: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
             stream, device, info = self._values.stream, self._device, self._info
-            launches = min(info.launches, STEP_LAUNCHES)
+            launches = min(info.code.launches, STEP_LAUNCHES)
             budget: int | None = None
             try:
-                if info.vectors:
-                    args = self._values.brought(args, info.vectors)
+                if info.code.vectors:
+                    args = self._values.brought(args, info.code.vectors)
                 with stream:
                     generator = function(*self._inputs(args))
                 while True:

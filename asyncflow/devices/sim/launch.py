@@ -84,7 +84,7 @@ class SimLauncher:
                 return self._on_host(args)
             if np.ndarray in kinds or SimUnknown in kinds:
                 args = tuple(self._brought(args))
-        values = args[1:] if info.needs_context else args
+        values = args[1:] if info.conduct.needs_context else args
         arrays = [value for value in values if type(value) is SimArray]
         if info.may_run_on_host and not (arrays or self._own_memory):
             return self._on_host(args)
@@ -115,7 +115,7 @@ class SimLauncher:
         """Run a kernel that the host computes, or whose result it finds out without looking at data."""
         info = self._info
         if self._device.machine.shapes_only and not info.is_metadata and any(map(lacks_data, args)):
-            outputs = self._unknown(args[1:] if info.needs_context else args)
+            outputs = self._unknown(args[1:] if info.conduct.needs_context else args)
             self._device.run_on_host(info.name, "step" if info.in_region else "node")
             return outputs[0] if info.single else tuple(outputs)
         raw = [
@@ -136,7 +136,7 @@ class SimLauncher:
 
     def _brought(self, args: Sequence[Value]) -> list[Placed]:
         """The arguments, with copies on the device for vectors of the host that are data there."""
-        info, first = self._info, 1 if self._info.needs_context else 0
+        info, first = self._info, 1 if self._info.conduct.needs_context else 0
         return [
             self._device.copy_in(value, info.name)
             if (type(value) is np.ndarray or type(value) is SimUnknown) and index - first not in info.host_inputs
@@ -254,7 +254,7 @@ class SimLauncher:
         events = [*opaque, *[array.written for array in arrays]]
         if homes is None:
             return [self._seen(output, event, events) for output in outputs]
-        forgets = info.is_user and device.machine.shapes_only and any(map(lacks_data, values))
+        forgets = info.conduct.is_user and device.machine.shapes_only and any(map(lacks_data, values))
         return [
             self._wrap_one(output, home, event, events, homes, forgets=forgets)
             if each
@@ -393,7 +393,7 @@ class SimHostLauncher(HostKernel):
         values = [await self._fetched(value, spans) for value in args]
         lacks = device.machine.shapes_only and any(map(lacks_data, values))
         if lacks and not (info.keeps_arrays or inspect.iscoroutinefunction(self._kernel)):
-            specs = SpecRule(info, reads_values=True).require(values[1:] if info.needs_context else values)
+            specs = SpecRule(info, reads_values=True).require(values[1:] if info.conduct.needs_context else values)
             results = [SimUnknown(*spec, info.name) for spec in specs]
         else:
             result = self._kernel(*[value.stand_in() if type(value) is SimUnknown else value for value in values])

@@ -36,7 +36,7 @@ class SimRegionLauncher:
         self._device = device
         self._info = info
         self._stream = device.compute_streams[info.stream]
-        self.graphs: GraphCache[object] | None = GraphCache(info.name) if info.captures else None
+        self.graphs: GraphCache[object] | None = GraphCache(info.name) if info.code.captures else None
         self._whole = driven(function) if is_generator else function
         self._function = function if is_generator else None
 
@@ -82,14 +82,14 @@ class SimRegionLauncher:
 
     def _note(self, taken_ns: int, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         """Note the time that a graph would have saved, if the region could be one and is none."""
-        if self._info.could_capture and self.graphs is None:
+        if self._info.code.could_capture and self.graphs is None:
             self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 
     def _begin(self, args: Sequence[Value]) -> list[Placed]:
         """The arguments of the function: its stream waits for all of it, and vectors of the host are copied in."""
         device, info = self._device, self._info
         inputs = list(args)
-        for index in info.vectors:
+        for index in info.code.vectors:
             if type(inputs[index]) is np.ndarray or type(inputs[index]) is SimUnknown:
                 inputs[index] = device.copy_in(inputs[index], info.name)
         for value in inputs:

@@ -45,7 +45,7 @@ def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLaun
         return SimLauncher(device, kernel, info)
     if info.is_metadata:
         return MetadataLauncher(device, kernel, info)
-    if info.is_user or info.needs_context:
+    if info.conduct.is_user or info.conduct.needs_context:
         return SimLauncher(device, kernel, info)  # its results need not be alike although its inputs are
     if not info.keeps_arrays:
         return ComputeLauncher(device, kernel, info)

@@ -52,9 +52,9 @@ from asyncflow.graph.op import Memory
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.indexing.in_place import OwnBuffer
-from asyncflow.ops.rows.by_row import Paused, PausingKernel
+from asyncflow.ops.rows.by_row import Paused, PausingKernel, called_op
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
-from asyncflow.values import Kernel, Value
+from asyncflow.values import Conduct, Kernel, Value
 
 _OPERATORS = "add sub mul truediv floordiv mod lt le gt ge eq ne and_ or_ xor lshift rshift"
 _SIGNS = "+ - * / // % < <= > >= == != & | ^ << >>"
@@ -154,7 +154,16 @@ class RegionGenerator(Source):
         for phase in self.phases:
             phase.line += len(head)
         phases = tuple(self.phases)
-        return RegionCode(made, source, filename, places, self.is_generator, self.needs_context, phases)
+        return RegionCode(made, source, filename, places, self.is_generator, self.conduct(), phases)
+
+    def conduct(self) -> Conduct:
+        """Return what the nodes of the region need and do together."""
+        called = [called_op(node).conduct for node in self.region.walk()]
+        return Conduct(
+            needs_context=self.needs_context,
+            is_user=any(each.is_user for each in called),
+            alone=next((each.alone for each in called if each.alone is not None), None),
+        )
 
     def tell_account(self) -> list[tuple[int, str]]:
         """Return the lines that tell the account the bytes held, each with the number of the line before it."""

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from asyncflow.graph.ir import Node
 from asyncflow.graph.structured import WhileNode
-from asyncflow.values import Kernel, Value
+from asyncflow.values import Conduct, Kernel, Value
 
 _MOST_NAMES = 3
 """Maximum number of scopes in a label, by number of nodes."""
@@ -57,12 +57,13 @@ class RegionCode:
     """A generated function.
 
     Attributes:
-        function: takes the region's inputs (after a `KernelContext`, if `needs_context`) and gives the tuple of its
+        function: takes the region's inputs (after a `KernelContext`, if it needs one) and gives the tuple of its
             outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations and of kernels
             that may be long. It yields a place in line until that may be claimed.
         source: its text.
         filename: under which tracebacks show it.
         places: line number to place.
+        conduct: that of its nodes together.
         phases: by their lines. A generator always yields between two of them where either takes its time.
         launching: for people, how a card launches it: as a CUDA graph, or kernel by kernel and why; empty elsewhere.
     """
@@ -72,7 +73,7 @@ class RegionCode:
     filename: str
     places: dict[int, SourcePlace]
     is_generator: bool
-    needs_context: bool
+    conduct: Conduct
     phases: tuple[Phase, ...]
     launching: str = ""
 

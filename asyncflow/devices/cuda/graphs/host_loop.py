@@ -47,7 +47,7 @@ class HostDriver:
         device.pool.label = info.name
         values.hold(self.args)
         with recording(device, self.spans), values.stream, device.timed(values.stream, info.name):
-            device.launched += info.launches
+            device.launched += info.code.launches
             return launch(*arguments)
 
     async def fetched(self, value: Value) -> Placed:

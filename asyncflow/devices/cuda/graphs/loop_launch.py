@@ -108,7 +108,7 @@ class WhileLauncher(CoroutineKernel):
     async def _launched(self, args: tuple[Value, ...], spans: list[Span] | None) -> tuple[Placed, ...]:
         code = self._code
         with recording(self._device, spans):
-            args = self._values.brought(args, self._info.vectors)
+            args = self._values.brought(args, self._info.code.vectors)
         host = HostDriver(self._device, self._values, self._info, args, spans, code.limit)
         with self._values.stream:
             raw = [self._values.raw(value, self._info.name) for value in args]
