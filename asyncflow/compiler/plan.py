@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.program.request import PlanRequest
+    from asyncflow.devices.machine.cost import MeasuredCost
     from asyncflow.devices.saved.working_set import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
@@ -49,29 +50,36 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Op
     from asyncflow.state.variables.variable_state import VariableState
-    from asyncflow.values import Kernel, Value
+    from asyncflow.values import Conduct, Kernel, Value
 
 
 _SMALL_REGION = 64
 """Maximum number of small kernels in a region, without loops, that is itself small."""
 
 
-class Crossing(enum.IntEnum):
-    """The direction in which a node without kernel takes a value into or out of its partition."""
+class Way(enum.IntEnum):
+    """The executor's way with a firing of a node with a kernel, or at the edge of its partition."""
 
-    NONE = 0
-    SEND = 1
-    RECV = 2
-    TO_HOST = 3
-    EMIT = 4
+    SMALL = 0
+    """Shapes are known and small, so the kernel runs on the event loop without being timed."""
+    LIGHT = 1
+    """It may give a place in line, needs no context, and its results are small."""
+    IN_LINE = 2
+    """It may give a place in line."""
+    AWAITED = 3
+    """The kernel is a coroutine."""
+    TIMED = 4
+    """Called where its time, as measured, lets it: on the event loop, or on a thread."""
+    SLICED = 5
+    """A region that gives way in between."""
+    SEND = 6
+    """Takes a value to another partition; this and the next ones have no kernel."""
+    RECV = 7
+    TO_HOST = 8
+    EMIT = 9
 
 
-_CROSSINGS: dict[Op, Crossing] = {
-    SEND: Crossing.SEND,
-    RECV: Crossing.RECV,
-    TO_HOST: Crossing.TO_HOST,
-    EMIT: Crossing.EMIT,
-}
+_CROSSINGS: dict[Op, Way] = {SEND: Way.SEND, RECV: Way.RECV, TO_HOST: Way.TO_HOST, EMIT: Way.EMIT}
 
 
 class Kind(enum.IntEnum):
@@ -112,110 +120,100 @@ class Dead:
 
 
 @dataclass(slots=True, eq=False)
+class NodeTimes:
+    """Times of the firings of a node, as estimated and as measured.
+
+    Attributes:
+        estimate: of a region.
+        cost: measured time of a firing; None before the first.
+        hold: for a region that gives way in between, the time for which it holds a thread; None until that is long.
+        is_suspect: True if a firing may have been long, and nothing has checked yet whether the kernel itself was.
+    """
+
+    estimate: RegionEstimate | None = None
+    cost: MeasuredCost | None = None
+    hold: MeasuredCost | None = None
+    is_suspect: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class PlanNode:
     """A node, as the scheduler sees it.
 
     Attributes:
         position: its place in its frame's tables.
         slot: where its inputs start in an iteration's values.
+        stream: which of the device's compute streams it runs on.
         targets: per output, ``(plain, merges)``: ``(position, slot, target)`` for every input it feeds, and
             ``(position, slot, target, input_index)`` for Merges.
         dead_targets: the same for dead tokens, which Exit and NextIteration do not get.
         controls: ``(position, target)`` for every control edge out.
         kernel: the function to call; bound to device, attributes and state.
-        stream: which of the device's compute streams it runs on.
-        crossing: its function instead of a kernel, for a node that moves a value between devices or to the host.
-        transfer: the number that Send and Recv of one transfer share.
-        peer: the device at the other end.
-        cost: measured time of a firing; None before the first.
-        hold: for a region that gives way in between, the time for which it holds a thread; None until that is long.
-        is_suspect: True if a firing may have been long, and nothing has checked yet whether the kernel itself was.
-        waits_in_line: True if the kernel may give a place in line.
-        is_light: True if it may give a place in line, needs no context, and its results are small.
-        is_small: True if shapes are known and small, so that the kernel runs on the event loop without being timed.
-        is_for_host: True if a fed value is used by the host alone, and not copied in.
+        region: the generated code that the kernel calls.
+        child: of an Enter, the frame that it leads into.
+        number: of a fetch, its position among the fetched values; of a Send or Recv, that of the transfer, which both
+            share.
+        index_values: of a Merge whose index is asked for, the indexes.
+        way: how the executor fires it; a `Way`.
+        conduct: that of the op whose kernel is called, or of the region.
     """
 
     source: Node
-    frame: PlanFrame
+    position: int
+    slot: int
     stream: int = 0
-    slot: int = 0
     targets: tuple[_Targets, ...] = ()
     dead_targets: tuple[_DeadTargets, ...] = ()
     controls: tuple[tuple[int, PlanNode], ...] = ()
     kernel: Kernel | None = None
-    cost: Any = None
-    child: PlanFrame | None = None
     region: RegionCode | None = None
-    estimate: RegionEstimate | None = None
-    hold: Any = None
-    is_suspect: bool = False
-    waits_in_line: bool = False
-    is_light: bool = False
-    is_for_host: bool = False
-    fetch_index: int = -1
-    uses_index: bool = False
+    child: PlanFrame | None = None
+    number: int = -1
     index_values: tuple[np.int32, ...] = ()
-    id: int = field(init=False)
-    name: str = field(init=False)
+    times: NodeTimes = field(init=False, default_factory=NodeTimes)
     kind: int = field(init=False)
-    position: int = field(init=False)
+    way: int = field(init=False)
+    conduct: Conduct = field(init=False)
     n_inputs: int = field(init=False)
     blanks: list[None] = field(init=False)
     single: bool = field(init=False)
     dead: Dead = field(init=False)
-    is_constant: bool = field(init=False)
-    is_async: bool = field(init=False)
-    is_user: bool = field(init=False)
-    owner: object = field(init=False)
-    needs_context: bool = field(init=False)
-    is_small: bool = field(init=False)
-    crossing: int = field(init=False)
-    transfer: int = field(init=False)
-    is_acknowledged: bool = field(init=False)
-    peer: str = field(init=False)
-    _label: str | None = field(init=False, default=None)
 
     # Facts about `source`, in the node's own slots: the scheduler and the executor read them at every firing.
     def __post_init__(self) -> None:
         source = self.source
-        self.id, self.name, self.single = source.id, source.name, source.single
-        # A plain int, and not a member of the enumeration: the scheduler compares it at every firing.
+        self.single = source.single
+        # Plain ints, and not members of the enumerations: they are compared at every firing.
         self.kind = int(_KINDS.get(source.op, Kind.KERNEL))
-        self.position = len(self.frame.nodes)
         self.n_inputs = len(source.inputs)
         self.blanks = [None] * self.n_inputs  # put over the inputs of a firing, so that an iteration keeps no value
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
-        self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
-        conduct = source.op.conduct
-        self.is_async, self.is_user, self.needs_context = conduct.is_async, conduct.is_user, conduct.needs_context
-        self.owner, self.is_small = called_op(source).conduct.alone, _is_small(source)
-        self.crossing = int(_CROSSINGS.get(source.op, Crossing.NONE))
-        self.transfer = source.attrs.get("transfer", 0) if self.crossing else 0
-        self.is_acknowledged = bool(source.attrs.get("is_acknowledged")) if self.crossing else False
-        self.peer = source.attrs["target" if self.crossing == Crossing.SEND else "source"] if self.transfer else ""
+        self.conduct = called_op(source).conduct
+        way = Way.AWAITED if self.conduct.is_async else Way.SMALL if _is_small(source) else Way.TIMED
+        self.way = int(_CROSSINGS.get(source.op, way))
 
     def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
         """Make the node run generated code, by calling `kernel`."""
-        self.region, self._label = code, None
-        self.kernel = kernel
-        self.estimate = estimate_region(region.walk())
-        conduct = code.conduct
-        self.needs_context, self.is_user, self.owner = conduct.needs_context, conduct.is_user, conduct.alone
-        self.is_small = (
-            not (code.is_generator or code.conduct.needs_context)
-            and len(region.nodes) <= _SMALL_REGION
-            and all(_is_small(node) for node in region.walk())
-        )
+        self.region, self.kernel, self.conduct = code, kernel, code.conduct
+        self.times.estimate = estimate_region(region.walk())
+        is_small = len(region.nodes) <= _SMALL_REGION and all(_is_small(node) for node in region.walk())
+        way = Way.SMALL if is_small and not code.conduct.needs_context else Way.TIMED
+        self.way = int(Way.SLICED if code.is_generator else way)
+
+    @property
+    def name(self) -> str:
+        """That of its source."""
+        return self.source.name
 
     @property
     def label(self) -> str:
         """Name on timelines: the node's, or a label for the nodes of its region."""
-        if self.region is None:
-            return self.name
-        if self._label is None:  # a trace asks at every firing
-            self._label = self.region.label
-        return self._label
+        return self.source.name if self.region is None else self.region.label
+
+    @property
+    def peer(self) -> str:
+        """The device at the other end of a transfer."""
+        return str(self.source.attrs["target" if self.way == Way.SEND else "source"])
 
     def region_nodes(self) -> Iterator[Node]:
         """Yield the nodes of its region, also inside branches and loops; nothing without a region."""
@@ -277,6 +275,7 @@ class Partition:
         feed_indexes: for each of them, which of the plan's feeds it takes.
         n_fetches: number of values the whole plan fetches.
         fetch_indexes: which of them this partition fetches.
+        host_feeds: nodes that take values which the host alone uses, and which are not copied in.
         frames: all frames by their paths, the root included.
         is_on_host: nothing of it is done by the device, which leaves all of it to the host.
     """
@@ -287,6 +286,7 @@ class Partition:
     feed_indexes: list[int] = field(default_factory=list)
     n_fetches: int = 0
     fetch_indexes: list[int] = field(default_factory=list)
+    host_feeds: set[PlanNode] = field(default_factory=set)
     frames: dict[FramePath, PlanFrame] = field(default_factory=dict)
     is_on_host: bool = False
 
@@ -301,7 +301,7 @@ class Partition:
     @property
     def nodes(self) -> list[PlanNode]:
         """Every node, in the order of the lowered graph."""
-        return sorted((node for frame in self.frames.values() for node in frame.nodes), key=lambda node: node.id)
+        return sorted((node for frame in self.frames.values() for node in frame.nodes), key=lambda node: node.source.id)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True, repr=False)
@@ -379,7 +379,8 @@ class Plan:
             # Otherwise a time would be given to another node, and be taken for its own until it is measured.
             if [node.name for node in known] == [node.name for node in found]:
                 for node, new in zip(known, found, strict=True):
-                    new.cost, new.hold, new.is_suspect = node.cost, node.hold, node.is_suspect
+                    new.times.cost, new.times.hold = node.times.cost, node.times.hold
+                    new.times.is_suspect = node.times.is_suspect
         for name in _COMPILED:
             setattr(self, name, getattr(other, name))
 
@@ -433,7 +434,7 @@ class Plan:
             (partition.device, node.peer)
             for partition in self.partitions
             for node in partition.nodes
-            if node.crossing == Crossing.SEND
+            if node.way == Way.SEND
         )
         return [f"{source} sends {_counted(count, 'value')} to {target}" for (source, target), count in pairs.items()]
 

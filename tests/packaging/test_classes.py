@@ -18,7 +18,6 @@ MAKING = "    def __init__(", "    def __post_init__("
 
 # How many attributes and booleans the classes above a limit have. The list only shrinks.
 LARGER: dict[str, tuple[int, int]] = {
-    "PlanNode": (39, 12),
     "Run": (39, 7),
     "SimDevice": (36, 1),
     "CudaDevice": (34, 1),

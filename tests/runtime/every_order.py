@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import asyncflow as af
-from asyncflow.compiler.plan import Crossing
+from asyncflow.compiler.plan import Way
 from asyncflow.runtime.scheduler.frame import Frame, Iteration
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.scheduler.scheduler import Scheduler
@@ -107,13 +107,13 @@ class _Run:
 
     def launch(self, scheduler: Scheduler, firing: Firing) -> None:
         node, iteration, inputs = firing
-        if node.crossing == Crossing.RECV:
+        if node.way == Way.RECV:
             self.rendezvous.receive(partial(self.arrived, scheduler), node, iteration)
-        elif node.crossing == Crossing.SEND:
-            if node.is_acknowledged:
+        elif node.way == Way.SEND:
+            if node.source.attrs["is_acknowledged"]:
                 self.rendezvous.await_acknowledgement(partial(self.finish, scheduler, ()), node, iteration)
             self.rendezvous.send(node, iteration, inputs[0] if inputs else np.True_)
-            if not node.is_acknowledged:
+            if not node.source.attrs["is_acknowledged"]:
                 self.finish(scheduler, (), node, iteration)
         else:
             self.running.append((scheduler, firing))

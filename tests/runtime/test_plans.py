@@ -186,7 +186,7 @@ async def test_later_plans_know_what_earlier_runs_have_measured(product_ns: int,
     async with af.Session(graph, regions=False, memory_limit=8 << 20, spill_directory=str(tmp_path)) as session:
         (partition,) = session.plan(y, [x]).partitions
         (product,) = [node for node in partition.nodes if node.name.endswith("matmul")]
-        product.cost = measured(product_ns)
+        product.times.cost = measured(product_ns)
         (planned,) = session.plan(gradient, [x]).memory
         assert planned.figures.forward.device_ns >= product_ns
         is_moving, runs_again = planned.way.moved > 0, planned.way.kept < planned.figures.iterations
@@ -202,13 +202,13 @@ async def test_the_time_of_a_region_is_shared_out_over_all_iterations_of_its_loo
     async with af.Session(graph, memory_limit=1 << 30) as session:
         (partition,) = session.plan(y, [x]).partitions
         (region,) = [node for node in partition.nodes if node.region is not None]
-        region.cost = measured(80_000_000)
+        region.times.cost = measured(80_000_000)
         costs = dict(session._plans.of(graph).learn_costs())
         in_loop = sum(ns for name, ns in costs.items() if name.startswith("while/body/"))
         assert 1.9e6 < in_loop < 2e6
         (partition,) = session.plan(of_unknown_length[1], [of_unknown_length[0], n]).partitions
         (region,) = [node for node in partition.nodes if node.region is not None]
-        region.cost = measured(80_000_000)
+        region.times.cost = measured(80_000_000)
         assert session._plans.of(graph).learn_costs() == costs
 
 

@@ -36,8 +36,8 @@ def at(*numbers: int) -> Iteration:
     return cast("Iteration", Tag(numbers))
 
 
-def node(name: str, transfer: int = 1, peer: str = "cpu:9") -> PlanNode:
-    return cast("PlanNode", SimpleNamespace(name=name, transfer=transfer, peer=peer))
+def node(name: str, number: int = 1, peer: str = "cpu:9") -> PlanNode:
+    return cast("PlanNode", SimpleNamespace(name=name, number=number, peer=peer))
 
 
 @dataclass

@@ -108,8 +108,8 @@ async def test_a_stateful_function_is_never_on_two_threads(graph: af.Graph) -> N
         for _ in range(100):
             if await session.run(fetch, {x: 1}) == 1 and threads[-1] == threading.current_thread().name:
                 break  # from now on it runs inline
-        node = next(node for node in session.plan(fetch, [x]).partitions[0].nodes if node.is_user)
-        node.cost = None  # and is unmeasured again
+        node = next(node for node in session.plan(fetch, [x]).partitions[0].nodes if node.conduct.is_user)
+        node.times.cost = None  # and is unmeasured again
         async with in_flight(session.run(fetch, {x: -1}), lambda: inside) as held:
             others = [asyncio.ensure_future(session.run(fetch, {x: k})) for k in range(20)]
             assert await session.run(x + 1, {x: 1}) == 2

@@ -40,7 +40,7 @@ async def short(session: af.Session, y: af.Tensor, x: af.Tensor) -> None:
     await asyncio.sleep(0)
     call = session.plan(y, [x]).single_call
     assert call is not None
-    call.node.cost = measured(0)
+    call.node.times.cost = measured(0)
 
 
 def measured(ns: int) -> MeasuredCost:
@@ -95,14 +95,14 @@ async def test_a_kernel_that_took_long_goes_to_a_thread(runs: list[Run]) -> None
     async with af.Session() as session:
         call = session.plan(y, [x]).single_call
         assert call is not None
-        call.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
+        call.node.times.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
         await session.run(y, {x: np.ones(51, np.float32)})
         assert len(runs) == 1
-        call.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
+        call.node.times.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
         await asyncio.sleep(0)
         await session.run(y, {x: np.ones(49, np.float32)})
         assert len(runs) == 1
-        assert call.node.cost.is_measured
+        assert call.node.times.cost.is_measured
 
 
 async def test_long_kernels_and_large_arrays_take_the_scheduler(runs: list[Run]) -> None:

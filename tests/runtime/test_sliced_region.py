@@ -7,14 +7,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.plan import NodeTimes, PlanNode
 from asyncflow.graph.building.build import apply
-from asyncflow.graph.op import OPAQUE, Op
+from asyncflow.graph.op import OPAQUE, PURE, Op
 from asyncflow.runtime.executor.kernels import sliced_region
 from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion, Stopped
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine
@@ -103,7 +105,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def firing_of(generator: Generator[bool | None, int | None, tuple[Any, ...]]) -> SlicedRegion:
-    return SlicedRegion(None, None, (), generator)  # type: ignore[arg-type]
+    node = cast("PlanNode", SimpleNamespace(times=NodeTimes(), conduct=PURE))
+    return SlicedRegion(node, None, (), generator)  # type: ignore[arg-type]
 
 
 def iterations(clock: Clock, costs: Callable[[int], int]) -> Generator[bool | None, int | None, tuple[Any, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.compiler.plan import Crossing, Dead, Kind, Partition, PlanFrame, PlanNode
+from asyncflow.compiler.plan import Dead, Kind, Partition, PlanFrame, PlanNode, Way
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.compiler.program.loops.frames import is_everywhere
 from asyncflow.compiler.regions.code.region_code import RegionCode
@@ -53,6 +53,7 @@ class Layout:
     aliases: dict[Tensor, Tensor] = field(default_factory=dict)
     """A LoopCond without control inputs only gives a name to its input."""
     indexed_merges: set[Node] = field(default_factory=set)
+    host_feeds: set[PlanNode] = field(default_factory=set)
     uses_host: bool = False
     """True if the device leaves work to the host."""
 
@@ -82,9 +83,9 @@ class Layout:
             self.finish(source, plan_node)
         if self.uses_host:
             for plan_node in self.nodes.values():
-                leave_on_host(plan_node)
+                self.leave_on_host(plan_node)
         for fetch, index in fetches.items():
-            self.nodes[fetch].fetch_index = index
+            self.nodes[fetch].number = index
         root = self.frames[()]
         feeds = [node for node in root.nodes if node.kind == Kind.FEED]
         root.initial = [n for n in root.nodes if not root.pending[n.position] and n.kind != Kind.FEED]
@@ -95,8 +96,9 @@ class Layout:
             feed_indexes=[feed.source.attrs["index"] for feed in feeds],
             n_fetches=n_fetches,
             fetch_indexes=list(fetches.values()),
+            host_feeds=self.host_feeds,
             frames=self.frames,
-            is_on_host=self.uses_host and all(map(is_on_host, root.nodes)),
+            is_on_host=self.uses_host and all(map(self.is_on_host, root.nodes)),
         )
 
     def place(self, node: Node) -> None:
@@ -104,8 +106,8 @@ class Layout:
         if node.outputs and node.outputs[0] in self.aliases:
             return
         frame = self.frames[self.frame_of[node]]
-        planned = self.nodes[node] = PlanNode(node, frame, self.streams.get(node, 0))
-        planned.slot = len(frame.values)
+        planned = PlanNode(node, len(frame.nodes), len(frame.values), self.streams.get(node, 0))
+        self.nodes[node] = planned
         frame.nodes.append(planned)
         if node.op is MERGE:
             self.place_merge(node, planned, frame)
@@ -125,18 +127,19 @@ class Layout:
             frame.exits.append(planned)
         if node.op is REGION:
             planned.set_region(*self.bind_region(node), node.attrs["region"])
-        elif planned.crossing:
-            if planned.crossing == Crossing.RECV and planned.is_acknowledged:
-                frame.acknowledges = planned.transfer
+        elif planned.way >= Way.SEND:
+            planned.number = node.attrs.get("transfer", 0)
+            if planned.way == Way.RECV and node.attrs["is_acknowledged"]:
+                frame.acknowledges = planned.number
         elif planned.kind == Kind.KERNEL:
             planned.kernel = self.bind(node)
             if is_coroutine_kernel(planned.kernel):
-                planned.is_async, planned.is_small = True, False
+                planned.way = int(Way.AWAITED)
                 self.uses_host = self.uses_host or host_kernel(planned.kernel) is not None
-            else:
-                planned.waits_in_line = waits_in_line(node)
+            elif waits_in_line(node):
                 gives_small = all(is_small_spec(x.spec) for x in node.outputs)
-                planned.is_light = planned.waits_in_line and not planned.needs_context and gives_small
+                is_light = gives_small and not planned.conduct.needs_context
+                planned.way = int(Way.LIGHT if is_light else Way.IN_LINE)
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
         """Give a Merge one slot for its value and one for the index; it waits for one live input, and its controls."""
@@ -152,13 +155,14 @@ class Layout:
                 f"{node.name}: a constant enter reaches every iteration, so a merge never gets it as its only live "
                 f"input; use an enter that is not constant, or an identity of it\n  built at {node.location}"
             )
-        planned.index_values = tuple(np.int32(index) for index in range(len(node.inputs)))
+        if node in self.indexed_merges:
+            planned.index_values = tuple(np.int32(index) for index in range(len(node.inputs)))
         frame.values.extend([None, None])
         frame.pending.append(1 + len(node.control_inputs))
 
     def connect(self, planned: PlanNode) -> None:
         """Enter the node's inputs into the target lists of their sources."""
-        node, frame = planned.source, planned.frame
+        node, frame = planned.source, self.frames[self.frame_of[planned.source]]
         is_loop_merge = any(tensor.node.op is NEXT_ITERATION for tensor in node.inputs)
         for index, tensor in enumerate(node.inputs):
             tensor = self.aliases.get(tensor, tensor)
@@ -180,7 +184,7 @@ class Layout:
 
     def prefill(self, planned: PlanNode, index: int, tensor: Tensor) -> None:
         """Put a constant outside all loops into the slots of its users, so that it costs nothing in a run."""
-        frame = planned.frame
+        frame = self.frames[self.frame_of[planned.source]]
         is_for_host = self.uses_host and host_kernel(planned.kernel) is not None and tensor.shape != ()
         value = tensor.node.attrs["value"] if is_for_host else self.constant(tensor.node)
         if planned.kind == Kind.MERGE:
@@ -212,29 +216,27 @@ class Layout:
             dead_targets.append((dead_plain, tuple(merges)))
         planned.targets, planned.dead_targets = tuple(targets), tuple(dead_targets)
         planned.controls = tuple(self.control_targets.get(source, ()))
-        planned.uses_index = source in self.indexed_merges
         if source.op is EXIT:
             planned.dead = Dead(source.inputs[0].node.name, str(source.location))
 
+    def leave_on_host(self, planned: PlanNode) -> None:
+        """Keep fed values, and results of host kernels, on the host if only the host uses them."""
+        if planned.kind == Kind.FEED:
+            ((plain, merges),) = planned.targets
+            if plain and not merges and all(host_kernel(each.kernel) for *_, each in plain):
+                self.host_feeds.add(planned)
+        elif (kernel := host_kernel(planned.kernel)) is not None:
+            kernel.staying = [
+                index
+                for index, (plain, merges) in enumerate(planned.targets)
+                if not merges and all(host_kernel(each.kernel) or each.way == Way.TO_HOST for *_, each in plain)
+            ]
 
-def leave_on_host(planned: PlanNode) -> None:
-    """Keep fed values, and results of host kernels, on the host if only the host uses them."""
-    if planned.kind == Kind.FEED:
-        ((plain, merges),) = planned.targets
-        planned.is_for_host = bool(plain) and not merges and all(host_kernel(each.kernel) for *_, each in plain)
-    elif (kernel := host_kernel(planned.kernel)) is not None:
-        kernel.staying = [
-            index
-            for index, (plain, merges) in enumerate(planned.targets)
-            if not merges and all(host_kernel(each.kernel) or each.crossing == Crossing.TO_HOST for *_, each in plain)
-        ]
-
-
-def is_on_host(planned: PlanNode) -> bool:
-    """Return True if the device has no part in a node."""
-    if planned.kind == Kind.FEED:
-        return planned.is_for_host or planned.source.outputs[0].shape == ()
-    kernel = host_kernel(planned.kernel)
-    if kernel is not None:
-        return len(kernel.staying) == len(planned.targets)
-    return planned.kind == Kind.FETCH or planned.crossing == Crossing.TO_HOST
+    def is_on_host(self, planned: PlanNode) -> bool:
+        """Return True if the device has no part in a node."""
+        if planned.kind == Kind.FEED:
+            return planned in self.host_feeds or planned.source.outputs[0].shape == ()
+        kernel = host_kernel(planned.kernel)
+        if kernel is not None:
+            return len(kernel.staying) == len(planned.targets)
+        return planned.kind == Kind.FETCH or planned.way == Way.TO_HOST

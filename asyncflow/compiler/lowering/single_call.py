@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncflow.compiler.plan import Kind, Partition, PlanNode
+from asyncflow.compiler.plan import Kind, Partition, PlanNode, Way
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.random.random_again import RANDOM_KEY
@@ -79,12 +79,11 @@ def find_single_call(
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + n_others:
         return None
     node = kernels[0]
-    waits = may_wait and node.source.op.conduct.waits_in_line and all(device.swapping is None for device in devices)
+    waits = may_wait and node.conduct.waits_in_line and all(device.swapping is None for device in devices)
     if makers and not waits:
         return None
-    if not (node.is_small or waits or _may_be_short(node, may_loop, has_context)) or any(
-        other.controls for other in nodes
-    ):
+    is_small = node.way == Way.SMALL
+    if not (is_small or waits or _may_be_short(node, may_loop, has_context)) or any(other.controls for other in nodes):
         return None
     fed: list[tuple[int, int]] = []
     keys: list[tuple[int, Kernel]] = []
@@ -107,14 +106,14 @@ def find_single_call(
         for _, _, target in plain:
             if target.kind != Kind.FETCH:
                 return None
-            fetched[target.fetch_index] = output
+            fetched[target.number] = output
         if merges:
             return None
     if len(fetched) != partition.n_fetches or (node.single and partition.n_fetches != 1):
         return None
     template = partition.root.values[node.slot : node.slot + node.n_inputs]
     in_order = tuple(fetched[index] for index in sorted(fetched))
-    return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small, keys=tuple(keys))
+    return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not is_small, keys=tuple(keys))
 
 
 def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
@@ -122,4 +121,4 @@ def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
     if node.region is not None:
         has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
         return (has_context or not node.region.conduct.needs_context) and (may_loop or not has_loops)
-    return not (node.is_async or (node.needs_context and not has_context) or node.crossing)
+    return node.way == Way.TIMED and (has_context or not node.conduct.needs_context)

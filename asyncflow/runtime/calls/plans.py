@@ -63,7 +63,7 @@ class GraphPlans:
         for plan in nlargest(_LEARNED_FROM, list(self.plans.values()), key=attrgetter("used")):
             for partition in plan.partitions:
                 for node in partition.nodes:
-                    if node.cost is not None and node.cost.is_measured:
+                    if node.times.cost is not None and node.times.cost.is_measured:
                         self.costs.update(_shared_out(node))
         return dict(self.costs)
 
@@ -227,7 +227,9 @@ def _shared_out(node: PlanNode) -> dict[str, float]:
 
     Nothing, where only a run knows how many iterations a loop in it has.
     """
-    measured: float = node.cost.mean_ns
+    cost = node.times.cost
+    assert cost is not None
+    measured = cost.mean_ns
     if node.region is None:
         return {node.name: measured}
     region = node.source.attrs["region"]

@@ -61,7 +61,7 @@ class Coroutines:
         context, attempts = context.copy(), list[Attempt]()
         if executor.recorder is not None:
             context.run(attempts_of.set, attempts)
-        task = run.turn.loop.create_task(_contained(coroutine), context=context, name=node.name)
+        task = run.turn.loop.create_task(_contained(coroutine), context=context, name=node.source.name)
 
         def take(result: Value, error: BaseException | None) -> None:
             del self._tasks[task]

@@ -22,8 +22,8 @@ from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.plan import Kind
-from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.compiler.plan import Kind, Way
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.protocol import AsynchronousDevice, recording
 from asyncflow.graph.op import KernelContext
 from asyncflow.ops.rows.by_row import Paused
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from asyncflow.runtime.executor.scope import PlaceInSession
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
+
+_SMALL, _LIGHT, _LINED = int(Way.SMALL), int(Way.LIGHT), (int(Way.LIGHT), int(Way.IN_LINE))
+_AWAITED, _SLICED, _SEND = int(Way.AWAITED), int(Way.SLICED), int(Way.SEND)
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -169,6 +172,7 @@ class Executor(PartitionRun):
         # That of the run: a pooled loop asks whose activation it is.
         in_context = self.run.context.run
         quick = self.recorder is None
+        small, light = _SMALL, _LIGHT
         # Where nothing is waited for, an iteration has ended when it is launched, and other partitions wait to be told.
         is_eager = self.asynchronous is not None
         charge = None if self.asynchronous is None else self.asynchronous.charge
@@ -191,12 +195,13 @@ class Executor(PartitionRun):
                         break
                 if firing is not None:
                     node, iteration, inputs = firing
-                    if node.is_small and quick:
+                    way = node.way
+                    if way == small and quick:
                         complete(node, iteration, node.kernel(*inputs))  # type: ignore[misc]
                         budget -= 1
                         if budget > 0:
                             continue
-                    elif node.is_light and quick:
+                    elif way == light and quick:
                         result = in_context(node.kernel, *inputs)  # type: ignore[arg-type]
                         if isinstance(result, PlaceInLine):
                             self._wait(result, node, iteration, inputs)
@@ -294,25 +299,26 @@ class Executor(PartitionRun):
     def _launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing that is timed, traced, needs its context, or may wait."""
         run, swapping = self.run, self._swapping
-        if node.crossing:
+        way, conduct = node.way, node.conduct
+        if way >= _SEND:
             if self._ports is None:
                 self._ports = Ports(self)
             self._ports.cross(node, iteration, inputs)
             return
-        if node.needs_context:
+        if conduct.needs_context:
             context = KernelContext(seed=run.seed, run=run.number, tag=iteration.counters(), at_end=run.at_end)
             inputs = (context, *inputs)
         if self.recorder is not None and self.recorder.order is not None and self._is_answered(node, iteration, inputs):
             return
-        if node.waits_in_line:
+        if way in _LINED:
             self._claim(node, iteration, inputs)
             return
-        if node.is_async:
+        if way == _AWAITED:
             if self._coroutines is None:
                 self._coroutines = Coroutines(self)
             self._coroutines.launch(node, iteration, inputs)
             return
-        if node.region is not None and node.region.is_generator:
+        if way == _SLICED:
             if self._regions is None:
                 self._regions = Regions(self)
             self._regions.launch(node, iteration, inputs)
@@ -326,18 +332,18 @@ class Executor(PartitionRun):
                 self._launch_asynchronous(self.asynchronous, node, iteration, inputs)
             return
         size = size_of(inputs)
-        cost: MeasuredCost | None = node.cost
+        cost = node.times.cost
         if cost is None:
-            cost = node.cost = first_guess(node, inputs)
+            cost = node.times.cost = first_guess(node, inputs)
         expected_ns = cost.predict_ns(size)
-        may_leave = expected_ns > INLINE_LIMIT_NS or node.owner is not None
+        may_leave = expected_ns > INLINE_LIMIT_NS or conduct.alone is not None
         has_to_wait = swapping is not None and must_wait(swapping, node, inputs)
         if has_to_wait or (may_leave and goes_to_a_thread(self, node, expected_ns)):
             launch_on_a_thread(self, node, iteration, inputs, size)
             return
         started = perf_counter_ns()
         try:
-            result = self._call_user(node, iteration, inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[misc]
+            result = self._call_user(node, iteration, inputs) if conduct.is_user else node.kernel(*inputs)  # type: ignore[misc]
         except BaseException as error:
             if self.recorder is not None:
                 self.recorder.firing(node, iteration, "inline", started, perf_counter_ns(), None, "error")
@@ -410,7 +416,7 @@ class Executor(PartitionRun):
         spans = self.new_spans()
         try:
             with recording(device, spans):
-                result = self._call_user(node, iteration, inputs) if node.is_user else node.kernel(*inputs)
+                result = self._call_user(node, iteration, inputs) if node.conduct.is_user else node.kernel(*inputs)
         except BaseException as error:
             self.kernel_failed(error, node, iteration, inputs)
             return

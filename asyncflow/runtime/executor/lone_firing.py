@@ -84,7 +84,7 @@ class LoneFiring:
                 return
             self.results = self._call.results(result)
             for value in self.results:
-                self.device.memory.track(value, self._call.node.name)
+                self.device.memory.track(value, self._call.node.source.name)
         except BaseException as error:
             self._place = None
             self._failed(error)
@@ -96,7 +96,7 @@ class LoneFiring:
         if self.is_closed:
             raise error  # no caller waits for this run any more
         node = self._call.node
-        self.fail(as_kernel_error(error, node, "", self._inputs, self.device.name), node.id)
+        self.fail(as_kernel_error(error, node, "", self._inputs, self.device.name), node.source.id)
         self.run.on_quiet()
 
     def fail(self, error: BaseException, order: int = -1) -> None:

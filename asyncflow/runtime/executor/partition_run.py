@@ -280,10 +280,10 @@ class PartitionRun(ABC):
         track = self.device.memory.track
         try:
             if node.single:
-                track(result, node.name)
+                track(result, node.source.name)
             else:
                 for value in result:
-                    track(value, node.name)
+                    track(value, node.source.name)
             self.scheduler.complete(node, iteration, result)
         except MemoryLimitExceeded as error:
             self.kernel_failed(error, node, iteration, inputs)
@@ -298,14 +298,14 @@ class PartitionRun(ABC):
         """Ends the run because a firing failed."""
         if self.recorder is not None:
             self.recorder.failed(node, iteration, error)
-        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self.device.name), node.id)
+        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self.device.name), node.source.id)
 
     def _rule_broken(self, error: SchedulingError) -> None:
         reason, node, tag = error.reason, error.node, error.iteration.tag()
         if isinstance(reason, str):
-            self.fail(with_provenance(KernelError, reason, node, tag, self.device.name, ()), node.id)
+            self.fail(with_provenance(KernelError, reason, node, tag, self.device.name, ()), node.source.id)
         else:
-            self.fail(as_kernel_error(reason, node, tag, (), self.device.name), node.id)
+            self.fail(as_kernel_error(reason, node, tag, (), self.device.name), node.source.id)
 
     def broken(self, error: BaseException) -> None:
         """Ends the run because something raised that is no firing: a device's call, say."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.compiler.plan import Crossing, Kind, PlanNode
+from asyncflow.compiler.plan import Kind, PlanNode, Way
 from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, Placed, recording
 from asyncflow.devices.values import DeviceArray, DeviceValue, is_array, stays_on_host
 from asyncflow.runtime.executor.kernels.provenance import as_kernel_error
@@ -48,11 +48,11 @@ class Ports:
 
     def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Does a firing of a node that takes a value into or out of the partition."""
-        if node.crossing == Crossing.SEND:
+        if node.way == Way.SEND:
             self._send(node, iteration, inputs[0] if inputs else np.True_)
-        elif node.crossing == Crossing.RECV:
+        elif node.way == Way.RECV:
             self._run.rendezvous.receive(self.arrived, node, iteration)
-        elif node.crossing == Crossing.TO_HOST:
+        elif node.way == Way.TO_HOST:
             self._to_host(node, iteration, inputs[0])
         else:
             self._emit(node, iteration, tuple(inputs))
@@ -77,7 +77,7 @@ class Ports:
                     executor.record_spans(spans, device, node, None, copied)
                     feeds[index] = copied
                 else:
-                    executor.fail(as_kernel_error(error, node, "", (feeds[index],), device.name), node.id)
+                    executor.fail(as_kernel_error(error, node, "", (feeds[index],), device.name), node.source.id)
 
             deliver = executor.expect(take, arrived)
             try:
@@ -87,7 +87,7 @@ class Ports:
                 deliver(None, error)
 
         for index, node in enumerate(executor.scheduler.partition.feeds):
-            is_there = node.is_for_host and isinstance(feeds[index], np.ndarray)
+            is_there = node in executor.scheduler.partition.host_feeds and isinstance(feeds[index], np.ndarray)
             if not (executor.stopped or is_there):
                 left += 1
                 copy(index, node)
@@ -123,14 +123,14 @@ class Ports:
 
     def _send(self, node: PlanNode, iteration: Iteration, value: Value) -> None:
         rendezvous, recorder = self._run.rendezvous, self._executor.recorder
-        if node.is_acknowledged:
+        if node.source.attrs["is_acknowledged"]:
             rendezvous.await_acknowledgement(self.acknowledged, node, iteration)
         if self._executor.asynchronous is not None:
             sent_ns = self._executor.asynchronous.send()
         else:
             sent_ns = 0 if recorder is None else recorder.now()
         rendezvous.send(node, iteration, value, sent_ns)
-        if not (node.is_acknowledged or self._executor.stopped):
+        if not (node.source.attrs["is_acknowledged"] or self._executor.stopped):
             self._executor.scheduler.complete(node, iteration, ())
 
     def acknowledged(self, node: PlanNode, iteration: Iteration) -> None:
@@ -154,7 +154,7 @@ class Ports:
 
     def arrived(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         """The value that a Recv waits for is on its way: copies it here if need be."""
-        executor, source = self._executor, self._run.devices[node.peer]
+        executor, source = self._executor, self._run.devices[node.source.attrs["source"]]
         if executor.stopped:
             return
         if self._executor.asynchronous is None and source.asynchronous is None:
@@ -226,7 +226,7 @@ class Ports:
         spans, use = executor.new_spans(), node.source.attrs["use"]
         try:
             if use == "predicate":
-                device.require_data(value, node.name)
+                device.require_data(value, node.source.name)
             if isinstance(value, DeviceValue):
                 with recording(device, spans):
                     device.read_value(value, deliver) if use == "input" else value.to_host(deliver)
@@ -241,16 +241,14 @@ class Ports:
     def _staying(self, node: PlanNode) -> list[PlanNode]:
         """The fetches that take a value where it is."""
         plain, _ = node.targets[0]
-        return [
-            target for _, _, target in plain if target.kind == Kind.FETCH and target.fetch_index in self._run.staying
-        ]
+        return [target for _, _, target in plain if target.kind == Kind.FETCH and target.number in self._run.staying]
 
     def _leave(self, node: PlanNode, value: DeviceArray) -> bool:
         """Give a value to the fetches that take it where it is; return True if the host needs it for nothing else."""
         plain, merges = node.targets[0]
         staying = self._staying(node)
         for target in staying:
-            self._run.stay(target.fetch_index, value)
+            self._run.stay(target.number, value)
         return not merges and len(staying) == len(plain)
 
     def _bring_in(self, node: PlanNode, iteration: Iteration, value: Value, device: AsynchronousDevice) -> None:

@@ -76,7 +76,7 @@ class Regions:
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing: on a thread if it is known to hold one for long."""
-        assert node.kernel is not None and node.estimate is not None
+        assert node.kernel is not None and node.times.estimate is not None
         executor = self._executor
         begun = executor.run.begun
         if isinstance(begun, GeneratorType):
@@ -91,7 +91,7 @@ class Regions:
             firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
         hold_ns = firing.expected_hold_ns() if executor.asynchronous is None else 0.0
-        may_leave = hold_ns > INLINE_LIMIT_NS or node.owner is not None
+        may_leave = hold_ns > INLINE_LIMIT_NS or node.conduct.alone is not None
         if may_leave and executor.asynchronous is None and goes_to_a_thread(executor, node, hold_ns):
             self._on_stream(firing)
         else:
@@ -102,7 +102,9 @@ class Regions:
         executor, firing = self._executor, self.suspended.popleft()
         node, iteration, device = firing.node, firing.iteration, executor.asynchronous
         began, now = perf_counter_ns(), 0
-        run_slice = partial(executor.run.context.run, _quiet, firing.run_slice) if node.is_user else firing.run_slice
+        run_slice = firing.run_slice
+        if node.conduct.is_user:
+            run_slice = partial(executor.run.context.run, _quiet, run_slice)
         try:
             with executor.recording(firing.spans):
                 while now < deadline_ns:
@@ -165,9 +167,9 @@ class Regions:
                 executor.lacks_memory |= firing.lacks_memory
                 self._put_back(firing)
             elif error is None and not executor.stopped:
-                firing.learn(times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+                firing.learn(times.ended_ns - times.started_ns if node.conduct.is_user else times.computed_ns)
                 if hold is not None and hold.has_asked:
-                    node.cost = node.hold = ON_A_THREAD
+                    node.times.cost = node.times.hold = ON_A_THREAD
                 executor.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):
                 executor.kernel_failed(error, node, iteration, firing.inputs)
@@ -175,7 +177,7 @@ class Regions:
         work: Callable[..., object] = firing.run_to_end
         args: tuple[Value, ...] = (lambda: executor.stopped,)
         hold = None
-        if node.is_user:
+        if node.conduct.is_user:
             work, args, hold = held(executor.run.context, _quiet, (work, *args))
         elif executor.run.own_context is not None:
             work, args = executor.on_thread(work, args)

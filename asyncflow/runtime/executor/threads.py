@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.program.kernels.kernels import waits_for_saved
 from asyncflow.devices.cpu.lanes import Times
-from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, ON_A_THREAD
 from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.executor.kernels.sliced_region import Stopped, in_parts
 from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
@@ -30,7 +30,7 @@ def goes_to_a_thread(executor: PartitionRun, node: PlanNode, expected_ns: float)
     """Return True if a firing of this expected time is not for the event loop."""
     if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
         return False  # the next firing is taken when this one has changed what it changes
-    if node.owner is not None and cast("CpuDevice", executor.device).lanes.holds(node.owner):
+    if node.conduct.alone is not None and cast("CpuDevice", executor.device).lanes.holds(node.conduct.alone):
         return True  # other work on the state that the kernel changes is under way
     # An unknown time is measured on the loop if a thread might wait for itself.
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
@@ -55,7 +55,7 @@ def launch_on_a_thread(
     work: Callable[..., object] = node.kernel if begun is None else begun.go_on
     args = tuple(inputs) if begun is None else ()
     hold = None
-    if node.is_user:
+    if node.conduct.is_user:
         work = partial(_to_end, executor, in_parts(node) if begun is None else work)
         work, args, hold = held(executor.context_of(node, iteration), work, args)
     elif executor.run.own_context is not None:
@@ -71,10 +71,11 @@ def launch_on_a_thread(
                 executor.kernel_failed(error, node, iteration, inputs)
         elif not executor.stopped:
             if hold is not None and hold.has_asked:
-                node.cost = ON_A_THREAD
-            elif begun is None:
+                node.times.cost = ON_A_THREAD
+            elif begun is None and (cost := node.times.cost) is not None:
                 # The user's may wait for something else than the processor.
-                node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+                taken_ns = times.ended_ns - times.started_ns if node.conduct.is_user else times.computed_ns
+                cost.observe(size, taken_ns)
             executor.complete(node, iteration, inputs, result)
 
     submit(executor, node, size, work, args, take)
@@ -120,7 +121,7 @@ def submit(
         args: its arguments.
         take: takes the outcome.
     """
-    cost: MeasuredCost | None = node.cost
+    cost = node.times.cost
     deliver = executor.expect(take)
     try:
         refuse_to_queue(executor.run.context)
@@ -131,7 +132,7 @@ def submit(
             executor.run.turn.loop,
             expected_ns=None if cost is None else cost.measured_ns(size),
             planned=node.stream,
-            owner=node.owner,
+            owner=node.conduct.alone,
             node=node.source,
         )
     except BaseException as error:

@@ -139,7 +139,7 @@ class InFlight:
             return None
         began_s = 0.0 if self.observers is None else self.observers.now()
         device = self._devices[plan.partitions[0].device]
-        if call.node.is_user:
+        if call.node.conduct.is_user:
             # What is begun is neither refused nor begun anew, and an observer sees the calls of a function in its run.
             if is_part or self._has_places or self.observers is not None or self._has_limit:
                 return None

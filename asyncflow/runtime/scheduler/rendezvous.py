@@ -42,7 +42,7 @@ class Rendezvous:
 
     def send(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int = 0) -> None:
         """Hands `value` to the Recv, now or when it comes."""
-        key = node.transfer, iteration.counters()
+        key = node.number, iteration.counters()
         receiver = self._waiting.pop(key, None)
         if receiver is None:
             self._sent[key] = value, sent_ns
@@ -52,7 +52,7 @@ class Rendezvous:
 
     def receive(self, arrived: Arrived, node: PlanNode, iteration: Iteration) -> None:
         """Has ``arrived`` called with the value, now or when it is sent."""
-        key = node.transfer, iteration.counters()
+        key = node.number, iteration.counters()
         if key in self._sent:
             arrived(node, iteration, *self._sent.pop(key))
         else:
@@ -60,7 +60,7 @@ class Rendezvous:
 
     def await_acknowledgement(self, acknowledged: Acknowledged, node: PlanNode, iteration: Iteration) -> None:
         """Has ``acknowledged`` called when the iteration has ended where `node` sent its value."""
-        self._unacknowledged[node.transfer, iteration.counters()] = acknowledged, node, iteration
+        self._unacknowledged[node.number, iteration.counters()] = acknowledged, node, iteration
 
     def acknowledge(self, transfer: int, counters: tuple[int, ...]) -> None:
         """Note the end of an iteration; the sender does not wait for it if the loop was not taken."""

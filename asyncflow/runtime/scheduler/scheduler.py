@@ -211,7 +211,7 @@ class Scheduler:
                 elif kind == _EXIT:
                     self._exit(node, value, iteration)
                 elif kind == _FETCH:
-                    self.results[node.fetch_index] = value
+                    self.results[node.number] = value
                 else:
                     self._deliver(node, 0, value, iteration)
                     if node.controls:
@@ -361,7 +361,7 @@ class Scheduler:
         """Rule 3: all outputs and control edges of a dead node are dead."""
         kind = node.kind
         if kind == _FETCH:
-            self.results[node.fetch_index] = dead
+            self.results[node.number] = dead
             return
         if kind == _ENTER:
             self._enter(node, None, dead, iteration)
@@ -378,7 +378,7 @@ class Scheduler:
             return
         values[slot] = _FIRED  # not None: a second live input that comes later is an error, too (rule 5)
         self._deliver(node, 0, value, iteration)
-        if node.uses_index:
+        if node.index_values:
             self._deliver(node, 1, node.index_values[values[slot + 1]], iteration)
         if node.controls:
             self._deliver_controls(node, iteration)
@@ -393,7 +393,7 @@ class Scheduler:
         frame.pending_enters -= 1
         if dead is not None and frame.killer is None:
             frame.killer = dead
-        if node.is_constant:
+        if node.source.attrs["constant"]:
             self._enter_constant(node, value, dead, frame)
         else:
             assert frame.oldest is not None

@@ -100,7 +100,7 @@ class Bodies:
     def threads_of(self, plan: Plan) -> int:
         """Return the most calls of a body at the same time: a user's function gets one at a time."""
         devices = [self._devices[partition.device] for partition in plan.partitions]
-        has_users = any(node.is_user for partition in plan.partitions for node in partition.nodes)
+        has_users = any(node.conduct.is_user for partition in plan.partitions for node in partition.nodes)
         return 1 if has_users else min(device.threads for device in devices)
 
     def memory_home(self, plan: Plan) -> str | None:

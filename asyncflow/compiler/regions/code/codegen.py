@@ -158,12 +158,11 @@ class RegionGenerator(Source):
 
     def conduct(self) -> Conduct:
         """Return what the nodes of the region need and do together."""
-        called = [called_op(node).conduct for node in self.region.walk()]
-        return Conduct(
-            needs_context=self.needs_context,
-            is_user=any(each.is_user for each in called),
-            alone=next((each.alone for each in called if each.alone is not None), None),
-        )
+        is_user, alone = False, None
+        for node in self.region.walk():
+            each = called_op(node).conduct
+            is_user, alone = is_user or each.is_user, each.alone if alone is None else alone
+        return Conduct(needs_context=self.needs_context, is_user=is_user, alone=alone)
 
     def tell_account(self) -> list[tuple[int, str]]:
         """Return the lines that tell the account the bytes held, each with the number of the line before it."""

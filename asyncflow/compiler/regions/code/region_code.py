@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from asyncflow.graph.ir import Node
@@ -76,6 +76,7 @@ class RegionCode:
     conduct: Conduct
     phases: tuple[Phase, ...]
     launching: str = ""
+    _label: list[str] = field(default_factory=list)
 
     def phase_at(self, line: int) -> Phase | None:
         """Return the phase of a line of the source; the first for earlier lines, None without phases."""
@@ -86,8 +87,11 @@ class RegionCode:
     @property
     def label(self) -> str:
         """Description of the region's content, in the user's names."""
-        loops = [phase.label for phase in self.phases if phase.is_loop]
-        return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
+        if not self._label:  # a trace asks at every firing
+            loops = [phase.label for phase in self.phases if phase.is_loop]
+            nodes = [node for phase in self.phases for node in phase.nodes]
+            self._label.append(", ".join(loops) if loops else label_of(nodes))
+        return self._label[0]
 
     def place_of(self, error: BaseException) -> tuple[SourcePlace, tuple[int, ...], tuple[Value, ...]] | None:
         """Return the place where `error` was raised, the iteration numbers of the loops around it, and the node's

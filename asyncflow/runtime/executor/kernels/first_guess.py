@@ -30,16 +30,16 @@ _proofs: WeakKeyDictionary[Op, Proof] = WeakKeyDictionary()
 def first_guess(node: PlanNode, inputs: Sequence[Value]) -> MeasuredCost:
     """Return the expected cost of a kernel, or a region, on such inputs; infinite where nothing is known."""
     source = node.source
-    if node.is_user and (node.estimate is not None or called_op(source).flops is None):
+    if node.conduct.is_user and (node.times.estimate is not None or called_op(source).flops is None):
         return user_cost(node)
-    if node.estimate is not None:
-        too_long = node.estimate.expects(INLINE_LIMIT_NS, inputs)
-        return MeasuredCost(base_ns=inf if too_long else node.estimate.once_ns)
+    if node.times.estimate is not None:
+        too_long = node.times.estimate.expects(INLINE_LIMIT_NS, inputs)
+        return MeasuredCost(base_ns=inf if too_long else node.times.estimate.once_ns)
     if makes_what_it_is_told(source):
         return MeasuredCost(base_ns=inf)
     given = _specs(source, inputs[len(inputs) - len(source.inputs) :])
     base_ns = kernel_ns(source, [spec.shape for spec in given], [spec.shape for spec in _made(source, given)])
-    if node.is_user:
+    if node.conduct.is_user:
         return user_cost(node, base_ns)
     return MeasuredCost(base_ns=base_ns, slope_ns=NS_PER_ELEMENT if source.op.flops is None else 0.0)
 

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeAlias, cast
 import numpy as np
 
 from asyncflow.compiler.lowering.single_call import SingleCall
-from asyncflow.compiler.plan import PlanNode
+from asyncflow.compiler.plan import PlanNode, Way
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.graph import leave_graphs
@@ -66,24 +66,26 @@ def run_single_call(
     inputs = call.inputs(feeds)
     node = call.node
     is_generator = False
+    cost = None
     size = started = 0
     if call.is_open:
-        is_generator = node.region is not None and node.region.is_generator
-        if node.cost is None:
+        is_generator = node.way == Way.SLICED
+        cost = node.times.cost
+        if cost is None:
             if is_generator:
                 return None  # it may well be long; the executor measures it
-            node.cost = first_guess(node, inputs)
+            cost = node.times.cost = first_guess(node, inputs)
         size = size_of(inputs)
-        if size * INLINE_LIMIT_NS > _MOST_ELEMENTS * limit_ns or node.cost.predict_ns(size) > limit_ns:
+        if size * INLINE_LIMIT_NS > _MOST_ELEMENTS * limit_ns or cost.predict_ns(size) > limit_ns:
             return None
         started = perf_counter_ns()
     try:
         output = quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
-        if not call.is_open:
+        if cost is None:
             return call.results(output)
         if is_generator:
             output = quiet.run(_outputs, output)
-        node.cost.observe(size, perf_counter_ns() - started)
+        cost.observe(size, perf_counter_ns() - started)
         return _tracked(call, output, device)
     except BaseException as error:
         _fail(error, node, inputs, device)
@@ -100,9 +102,9 @@ def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> l
         OutOfMemoryError: its results pass the device's limit.
     """
     node = call.node
-    is_generator = node.region is not None and node.region.is_generator
-    cost: MeasuredCost | None = node.hold if is_generator else node.cost
-    if cost is None or node.owner is not None:
+    is_generator = node.way == Way.SLICED
+    cost = node.times.hold if is_generator else node.times.cost
+    if cost is None or node.conduct.alone is not None:
         return None
     inputs = call.inputs(feeds)
     size = size_of(inputs)
@@ -131,7 +133,7 @@ def _tracked(call: SingleCall, output: object, device: Device) -> list[Value]:
     """Return the fetched values from a kernel's output, and count them."""
     results = call.results(output)
     for value in results:
-        device.memory.track(value, call.node.name)
+        device.memory.track(value, call.node.source.name)
     return results
 
 
@@ -152,7 +154,7 @@ class CountedCall:
     @property
     def is_user(self) -> bool:
         """True if it calls a user's function, which is for a run: the executor decides where that goes."""
-        return self._call.node.is_user
+        return self._call.node.conduct.is_user
 
     def expected_ns(self, size: int) -> float:
         """Return the expected time of a step on `size` elements; infinite without a measurement."""
@@ -171,17 +173,17 @@ class CountedCall:
         """
         node, memory = self._call.node, self._device.memory
         inputs = self._call.inputs(feeds)
-        if node.needs_context:
+        if node.conduct.needs_context:
             inputs.insert(0, _NO_CONTEXT)
         started = thread_time_ns()  # the processor's: what is no longer than it was belongs on the event loop still
         try:
             output = self._quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
-            if node.region is not None and node.region.is_generator:
+            if node.way == Way.SLICED:
                 output = self._quiet.run(_outputs, output)
             taken_ns = thread_time_ns() - started
             results = cast("list[Array]", self._call.results(output))
             for value in results if memory.limit is not None else ():
-                memory.track(value, node.name)
+                memory.track(value, node.source.name)
         except BaseException as error:
             _fail(error, node, inputs, self._device)
         self.learn(size, taken_ns, int(results[-1]))

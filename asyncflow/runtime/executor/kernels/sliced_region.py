@@ -121,21 +121,21 @@ class SlicedRegion:
     _standing: Phase | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.is_suspect = getattr(self.node, "is_suspect", False)
-        self.is_user = getattr(self.node, "is_user", False)
+        self.is_suspect = self.node.times.is_suspect
+        self.is_user = self.node.conduct.is_user
         self.size = size_of(self.inputs)
 
     def expected_hold_ns(self) -> float:
         """Return the time for which the region is expected to hold its thread without giving way; infinite if
         unknown.
         """
-        hold: MeasuredCost | None = self.node.hold
+        hold = self.node.times.hold
         if hold is None and self.is_user:
-            hold = self.node.hold = user_cost(self.node)
+            hold = self.node.times.hold = user_cost(self.node)
         if hold is not None:
             return hold.predict_ns(self.size)
-        assert self.node.estimate is not None
-        return inf if self.node.estimate.expects(INLINE_LIMIT_NS, self.inputs) else 0.0
+        assert self.node.times.estimate is not None
+        return inf if self.node.times.estimate.expects(INLINE_LIMIT_NS, self.inputs) else 0.0
 
     def run_slice(self) -> int:
         """Runs until the budget is spent and sets the next one; gives the time afterwards.
@@ -224,22 +224,22 @@ class SlicedRegion:
 
     def learn_hold(self) -> None:
         """Has the node's next firings begin where this one should have."""
-        if self.node.hold is None:
-            self.node.hold = MeasuredCost()
-        self.node.hold.observe(self.size, self.hold_ns)
+        if self.node.times.hold is None:
+            self.node.times.hold = MeasuredCost()
+        self.node.times.hold.observe(self.size, self.hold_ns)
         self.has_learned = True
 
     def learn(self, on_thread_ns: int = 0) -> None:
         """Learn the region's times at its end: its hold (`learn_hold`) if that is news, and its time on a thread and
         before.
         """
-        self.node.is_suspect = self.is_unsettled
-        is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
+        self.node.times.is_suspect = self.is_unsettled
+        is_known = self.inline_ns and self.node.times.hold is None and self.hold_ns <= INLINE_LIMIT_NS
         if not (self.has_learned or is_known):
             self.learn_hold()
-        if self.node.cost is None:
-            self.node.cost = MeasuredCost()
-        self.node.cost.observe(self.size, self.inline_ns + on_thread_ns)
+        if self.node.times.cost is None:
+            self.node.times.cost = MeasuredCost()
+        self.node.times.cost.observe(self.size, self.inline_ns + on_thread_ns)
 
     def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Value, ...]:
         """Runs on a thread until it ends, or lacks memory; watched until it has proved heavy.
