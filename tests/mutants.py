@@ -265,7 +265,7 @@ FAULTS = (
     Fault(
         "a run claims what it waits for beside its caller's task",
         "runtime/run/run.py",
-        "self.in_caller = plan.waits and self.emitter is None",
+        "self.in_caller = plan.survey.waits and self.emitter is None",
         "self.in_caller = False",
         "cancellation",
         "test_an_element_is_put",

@@ -99,7 +99,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         memory=program.memory,
         memory_notes=program.memory_notes,
         remarks=program.remarks,
-        **program.survey._asdict(),
+        survey=program.survey,
     )
     tell_plan(plan)
     return plan

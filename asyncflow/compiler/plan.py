@@ -21,6 +21,7 @@ from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.kernels.fused import FUSED, kernel_source
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.compiler.program.kernels.transfers import RECV, SEND, TO_HOST
+from asyncflow.compiler.program.survey import NOTHING_TOUCHED, Survey
 from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.compiler.run_cost import RunCost
@@ -36,7 +37,7 @@ from asyncflow.ops.rows.by_row import called_op
 from asyncflow.semantics.report import describe_races
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Iterator
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Op
-    from asyncflow.state.variables.variable_state import VariableState
     from asyncflow.values import Conduct, Kernel, Value
 
 
@@ -320,17 +320,10 @@ class Plan:
         memory: the treatment of saved values on devices with a limit, and its predicted cost.
         memory_notes: for other loops, why nothing is predicted, and the treatment of their values.
         loops: for people, the driver of each loop on a card.
-        is_repeatable: True if it only computes: a second run gives the same, and has no visible effect.
-        states: identities of the states that it touches.
-        writes: the states among them that it may write.
-        takes: True if it takes elements of queues or inputs.
-        waits: True if it may wait in line of a resource, such as a queue.
-        awaits: True if it has coroutines of the user's, which may be calls of functions with limits.
-        gathers: True if some firings are computed together with firings of other runs, in batches or pools.
+        survey: states and nodes that its runs touch.
         cost: learnt time and memory of its runs.
         used: the number of its last run, among the runs of its session.
         remarks: lines for people on its maps and loops.
-        read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
         is_shared: True if it computes a body for several runs at once.
     """
 
@@ -341,13 +334,7 @@ class Plan:
     placement: Placement
     single_call: SingleCall | None = None
     lone_firing: SingleCall | None = None
-    is_repeatable: bool = False
-    states: frozenset[Hashable] = frozenset()
-    writes: frozenset[Hashable] = frozenset()
-    takes: bool = False
-    waits: bool = False
-    awaits: bool = False
-    gathers: bool = False
+    survey: Survey = NOTHING_TOUCHED
     cost: RunCost = field(default_factory=RunCost)
     used: int = 0
     saved: tuple[Saved, ...] = ()
@@ -355,13 +342,7 @@ class Plan:
     memory_notes: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
-    read_on_host: tuple[VariableState, ...] = ()
     is_shared: bool = False
-
-    @property
-    def only_awaits(self) -> bool:
-        """True if runs of it wait in coroutines, and neither in lines of queues nor for elements of inputs."""
-        return self.awaits and not (self.waits or self.takes or self.gathers)
 
     def __repr__(self) -> str:
         parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)

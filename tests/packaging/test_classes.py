@@ -18,7 +18,7 @@ MAKING = "    def __init__(", "    def __post_init__("
 
 # How many attributes and booleans the classes above a limit have. The list only shrinks.
 LARGER: dict[str, tuple[int, int]] = {
-    "Run": (39, 7),
+    "Run": (37, 6),
     "SimDevice": (36, 1),
     "CudaDevice": (34, 1),
     "Timeline": (33, 1),
@@ -30,7 +30,6 @@ LARGER: dict[str, tuple[int, int]] = {
     "LoopPool": (25, 4),
     "RegionGenerator": (25, 3),
     "SharedLoop": (24, 0),
-    "Plan": (23, 6),
     "SharedSets": (23, 1),
     "Subgraph": (23, 1),
     "VertexPool": (23, 3),

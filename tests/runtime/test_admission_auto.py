@@ -181,4 +181,4 @@ async def test_runs_that_share_calls_are_not_held_back(work: WorkClock, graph: a
             assert found == [2.0 * k + 1 for k in range(64)]
         (statistics,) = session.statistics().batches.values()
         assert statistics.largest == 64
-        assert session.plan(total, [x]).gathers
+        assert session.plan(total, [x]).survey.gathers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.graph.facts import RUN_AGAIN
@@ -34,6 +34,14 @@ class Survey(NamedTuple):
     waits: bool
     awaits: bool
     gathers: bool
+
+    @property
+    def only_awaits(self) -> bool:
+        """True if runs wait in coroutines, and neither in lines of queues nor for elements of inputs."""
+        return self.awaits and not (self.waits or self.takes or self.gathers)
+
+
+NOTHING_TOUCHED: Final = Survey(frozenset(), False, (), frozenset(), False, False, False, False)
 
 
 def survey(

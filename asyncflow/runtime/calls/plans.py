@@ -140,7 +140,7 @@ class PlanCache:
 
     def alive(self, states: Collection[Hashable]) -> list[Plan]:
         """Return all plans that touch some of these states, kept here or by their runs."""
-        return [plan for plan in self._alive if not plan.states.isdisjoint(states)]
+        return [plan for plan in self._alive if not plan.survey.states.isdisjoint(states)]
 
     def flip(self, renewed: Mapping[Plan, Plan]) -> None:
         """Replace plans, for runs that start from now on.

@@ -208,10 +208,10 @@ class Admission:
         if self.expected:
             self.arrived()
         if self.is_auto:
-            if plan is None or plan.gathers:  # a plan says whether its runs need a place; it is compiled first
+            if plan is None or plan.survey.gathers:  # a plan says whether its runs need a place; it is compiled first
                 return None
             cost = plan.cost
-            may_do_without = 2 * calls <= self.max_runs or (plan.awaits and cost.mean_s < _WAITING_S)
+            may_do_without = 2 * calls <= self.max_runs or (plan.survey.awaits and cost.mean_s < _WAITING_S)
             # One in 64 is measured, and a plan whose time is not known yet is.
             if number & 63 and cost.is_known and may_do_without:
                 return None

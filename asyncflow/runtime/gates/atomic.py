@@ -103,7 +103,7 @@ class AtomicRuns:
         if within:
             self._check_outer(states, within, in_flight)
         await self.wait(states, within)
-        before = {run for run in in_flight if run.part not in within and not run.states.isdisjoint(states)}
+        before = {run for run in in_flight if run.part not in within and not run.survey.states.isdisjoint(states)}
         claim = Claim(states, within, before)
         self.claims.append(claim)
         try:
@@ -132,7 +132,7 @@ class AtomicRuns:
         was made.
         """
         for claim in self.claims:
-            if claim.before and not claim.states.isdisjoint(run.states):
+            if claim.before and not claim.states.isdisjoint(run.survey.states):
                 claim.before.add(run)
 
     def on_end(self, run: Run) -> None:
@@ -144,7 +144,7 @@ class AtomicRuns:
 
     def _check_outer(self, states: frozenset[Hashable], within: frozenset[RunPart], in_flight: Iterable[Run]) -> None:
         own = frozenset[object]().union(*(claim.states for claim in self.claims if claim.part in within))
-        if any(run.part in within and not (run.states & states) <= own for run in in_flight):
+        if any(run.part in within and not (run.survey.states & states) <= own for run in in_flight):
             raise RuntimeError(
                 "atomic=True for a run that another asks for, which uses the same variables and is not atomic: this "
                 "one would wait for the run it is part of; make that one atomic"

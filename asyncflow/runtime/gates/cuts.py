@@ -94,7 +94,7 @@ class Cuts:
 
     def _half_way(self) -> set[Run]:
         resting = {cut.rests for cut in self.waiting}
-        return {run for run in self._in_flight if run.writes_several and run.part not in resting}
+        return {run for run in self._in_flight if len(run.survey.writes) > 1 and run.part not in resting}
 
     def _look(self) -> None:
         if not self._half_way():
@@ -107,7 +107,7 @@ class Cuts:
         half_way = self._half_way()
         try:
             async with asyncio.timeout(seconds):
-                states = frozenset().union(*(run.states for run in half_way))
+                states = frozenset().union(*(run.survey.states for run in half_way))
                 claim = await self._atomic.claim(states, frozenset(), half_way)
         except TimeoutError:
             return
@@ -119,7 +119,7 @@ class Cuts:
     def _refuse_half_way(self) -> None:
         within = enclosing_parts()
         for run in self._in_flight if within else ():
-            if run.writes_several and run.part in within:
+            if len(run.survey.writes) > 1 and run.part in within:
                 raise RuntimeError(
                     "the state cannot be saved inside a run that writes several variables: it may have written only "
                     "some of them; save between runs, or put saver.maybe_save(step) into the graph, which orders it "

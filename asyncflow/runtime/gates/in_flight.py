@@ -109,7 +109,7 @@ class InFlight:
 
     def may_compute(self, plan: Plan) -> bool:
         """Return True if a plan may run here and now, as far as other runs are concerned."""
-        return self.closed is None and not (self.atomic.claims and self.atomic.holds_up(plan.states))
+        return self.closed is None and not (self.atomic.claims and self.atomic.holds_up(plan.survey.states))
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class InFlight:
         # It is over at once, so a deadline that has not passed will be kept.
         if timeout is not None and self.turn.loop.time() >= asked_s + timeout:
             return None
-        if self.atomic.claims and self.atomic.holds_up(plan.states):
+        if self.atomic.claims and self.atomic.holds_up(plan.survey.states):
             return None
         began_s = 0.0 if self.observers is None else self.observers.now()
         device = self._devices[plan.partitions[0].device]
@@ -151,7 +151,7 @@ class InFlight:
         try:
             found = run_single_call(call, device, self.quiet, values, limit_ns)
         except OutOfMemoryError:
-            if not (self._has_limit and plan.is_repeatable):
+            if not (self._has_limit and plan.survey.is_repeatable):
                 raise
             return None  # others may end
         if found is not None:
@@ -176,7 +176,7 @@ class InFlight:
         self.begun += 1
         plan.used = self.begun
         # A stream waits for its consumer, which may itself wait for runs of the session.
-        may_wait = ask.emitter is not None or plan.waits or plan.takes or plan.awaits
+        may_wait = ask.emitter is not None or plan.survey.waits or plan.survey.takes or plan.survey.awaits
         run = Run(
             plan,
             number=self.begun + self.numbered_from if passed.number is None else passed.number,

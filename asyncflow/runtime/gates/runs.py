@@ -177,7 +177,7 @@ class Runs:
         if plan is not None and plan.single_call is not None and not atomic:
             # What needs no scheduler is over before anybody could wait for it.
             checked, waits = call.check(values)
-            if not (waits or plan.read_on_host):
+            if not (waits or plan.survey.read_on_host):
                 found = in_flight.run_single_call(plan, checked, timeout, asked_s)
                 if type(found) is list:
                     return call.result(plan, found, allow_dead=allow_dead)
@@ -200,7 +200,7 @@ class Runs:
             try:
                 plan, fetched = await self._open(passing, values)
                 if fetched is None:
-                    if self.memory_turns is None and (ask.timeout is None or not plan.only_awaits):
+                    if self.memory_turns is None and (ask.timeout is None or not plan.survey.only_awaits):
                         run = in_flight.start(plan, passing.values, ask, passing)
                         passing.taken, work = run.taken, run.wait()
                         del run  # an error that a caller keeps leads here
@@ -286,7 +286,7 @@ class Runs:
         for shared in [node.attrs["shared"] for node in nodes if isinstance(node.attrs.get("shared"), SharedCode)]:
             for program in shared.programs():
                 await self._bodies.plan_of(program)
-        if not plan.is_repeatable:
+        if not plan.survey.is_repeatable:
             return 0
         number = in_flight.begun + in_flight.numbered_from
         for size in sizes:
@@ -324,7 +324,7 @@ class Runs:
             passing.take_now()
             await admission.wait(passing.ticket)
         plan = passing.plan
-        if plan is None or plan.read_on_host or passing.waits:
+        if plan is None or plan.survey.read_on_host or passing.waits:
             plan = await self._ready(passing)
             if plan.single_call is not None and ask.trace is None and not ask.atomic and ask.emitter is None:
                 found = in_flight.run_single_call(plan, passing.values, ask.timeout, ask.asked_s)
@@ -362,7 +362,7 @@ class Runs:
                 if call.plan is not None and not plan.cost.recent_s:
                     plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
                 call.plan, call.version = plan, version
-        if plan.read_on_host or passing.waits:
+        if plan.survey.read_on_host or passing.waits:
             async with ask.in_time("what the run needs of other libraries and devices was not there"):
                 passing.values = await at_hand(passing.values, call.request.feeds, plan, self._devices)
         return plan
@@ -373,8 +373,8 @@ class Runs:
 
         async def wait() -> Claim | None:
             if passing.ask.atomic:
-                return await atomic.claim(plan.states, within, self.in_flight.runs)
-            await atomic.wait(plan.states, within)
+                return await atomic.claim(plan.survey.states, within, self.in_flight.runs)
+            await atomic.wait(plan.survey.states, within)
             return None
 
         async with passing.ask.in_time("other runs that use the same variables did not end"):
@@ -397,11 +397,11 @@ class Runs:
         """The values of a run that may not fit: beside runs of its plan that wait, too, or into a limited memory."""
         in_flight, ask, admission, turns = self.in_flight, passing.ask, self.admission, self.memory_turns
         is_part = is_within(in_flight.turn)
-        if ask.timeout is not None and plan.only_awaits and admission is not None and admission.is_auto:
+        if ask.timeout is not None and plan.survey.only_awaits and admission is not None and admission.is_auto:
             with nullcontext() if is_part else admission.in_progress(plan.cost):
                 return await in_flight.start(plan, passing.values, ask, passing).wait()
         is_recorded = ask.trace is not None and ask.trace.order is not None
-        if turns is None or ask.atomic or is_recorded or is_part or not plan.is_repeatable:
+        if turns is None or ask.atomic or is_recorded or is_part or not plan.survey.is_repeatable:
             run = in_flight.start(plan, passing.values, ask, passing)
             passing.taken, work = run.taken, run.wait()
             del run  # an error that a caller keeps leads here

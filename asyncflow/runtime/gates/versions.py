@@ -72,7 +72,7 @@ class Versions:
         Raises:
             CheckpointError: a run may; the error names the variables.
         """
-        written = {names[key] for run in self._in_flight for key in run.writes.intersection(names)}
+        written = {names[key] for run in self._in_flight for key in run.survey.writes.intersection(names)}
         if written:
             listed = ", ".join(map(repr, sorted(written)))
             raise CheckpointError(
@@ -110,7 +110,7 @@ class Versions:
         self.check_writers(names)
         self._plans.flip(renewed)
         self._state.replace(new)
-        before = {run for run in self._in_flight if not run.states.isdisjoint(names)}
+        before = {run for run in self._in_flight if not run.survey.states.isdisjoint(names)}
         self.retired.append(_Retired([version.old for version in versions], before))
         self._free()
 

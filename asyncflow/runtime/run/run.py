@@ -20,10 +20,11 @@ from asyncflow.state.elements.taken import Taken, own_taken
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.plan import Partition, Plan
+    from asyncflow.compiler.program.survey import Survey
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.calls.session_options import SessionOptions
     from asyncflow.runtime.executor.kernels.single_call import Begun
@@ -78,12 +79,8 @@ class Run:
     """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
     rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
     """Meeting point of the partitions."""
-    states: frozenset[Hashable] = field(init=False)
-    """Keys of the variables that it touches."""
-    writes: frozenset[Hashable] = field(init=False)
-    """Keys of the variables that it may write."""
-    writes_several: bool = field(init=False)
-    """Some of them may be written when others are still to be written."""
+    survey: Survey = field(init=False)
+    """States and nodes that it touches."""
     at_end: dict[object, Callable[[], None]] = field(default_factory=dict, init=False)
     """Functions that release the run's holdings, such as a mutex."""
     stayed: dict[int, Value] = field(default_factory=dict, init=False)
@@ -137,16 +134,14 @@ class Run:
             self.part.on_wait = self.look_aside
             if not self.ticket.is_auto:  # else a coroutine needs no place
                 self.part.back = self.back
-        if plan.takes:
+        if plan.survey.takes:
             self.taken = Taken()
             self.context.run(own_taken, self.taken)
             self.own_context = self.context.copy()
-        elif plan.waits:
+        elif plan.survey.waits:
             self.context.run(own_taken, None)  # not what an outer run has taken
-        self.in_caller = plan.waits and self.emitter is None
-        self.states = plan.states
-        self.writes = plan.writes
-        self.writes_several = len(plan.writes) > 1
+        self.in_caller = plan.survey.waits and self.emitter is None
+        self.survey = plan.survey
         self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions, self._memory = plan.partitions, plan.memory
         if plan.lone_firing is not None and self.trace is None:

@@ -141,7 +141,7 @@ async def at_hand(
     """
     if has_foreign(values):
         values = await settled(values, feeds, plan, devices)
-    for state in plan.read_on_host:
+    for state in plan.survey.read_on_host:
         if (read := state.read_on_host()) is not None:
             with suppress(DeviceLostError):  # whoever reads it is told
                 await call_beside(read)
