@@ -25,7 +25,7 @@ LARGER: dict[str, tuple[int, int]] = {
     "Progress": (29, 0),
     "CudaSwapping": (28, 6),
     "SessionOptions": (28, 9),
-    "SlicedRegion": (27, 10),
+    "SlicedRegion": (26, 9),
     "GradientBody": (26, 1),
     "LoopPool": (25, 4),
     "RegionGenerator": (25, 3),

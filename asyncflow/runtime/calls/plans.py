@@ -63,8 +63,8 @@ class GraphPlans:
         for plan in nlargest(_LEARNED_FROM, list(self.plans.values()), key=attrgetter("used")):
             for partition in plan.partitions:
                 for node in partition.nodes:
-                    if node.times.cost is not None and node.times.cost.is_measured:
-                        self.costs.update(_shared_out(node))
+                    if (cost := node.times.cost) is not None and cost.is_measured:
+                        self.costs.update(_shared_out(node, cost.mean_ns))
         return dict(self.costs)
 
 
@@ -222,14 +222,11 @@ def _compiles_soon(graph: Graph) -> bool:
     return constants <= _CONSTANTS_INLINE
 
 
-def _shared_out(node: PlanNode) -> dict[str, float]:
+def _shared_out(node: PlanNode, measured: float) -> dict[str, float]:
     """The measured time of a node; of a region, shared out to its nodes as they were expected to take.
 
     Nothing, where only a run knows how many iterations a loop in it has.
     """
-    cost = node.times.cost
-    assert cost is not None
-    measured = cost.mean_ns
     if node.region is None:
         return {node.name: measured}
     region = node.source.attrs["region"]

@@ -93,8 +93,6 @@ class SlicedRegion:
     """Place in line at which the region has stopped until it is called."""
     is_suspect: bool = field(init=False)
     """True if an earlier slice may have been long, in this firing or the previous."""
-    is_user: bool = field(init=False)
-    """True if the region calls user code."""
     is_unsettled: bool = field(default=False, init=False)
     """True while it is unknown whether the last long slice was long by itself."""
     is_proved: bool = field(default=False, init=False)
@@ -122,7 +120,6 @@ class SlicedRegion:
 
     def __post_init__(self) -> None:
         self.is_suspect = self.node.times.is_suspect
-        self.is_user = self.node.conduct.is_user
         self.size = size_of(self.inputs)
 
     def expected_hold_ns(self) -> float:
@@ -130,7 +127,7 @@ class SlicedRegion:
         unknown.
         """
         hold = self.node.times.hold
-        if hold is None and self.is_user:
+        if hold is None and self.node.conduct.is_user:
             hold = self.node.times.hold = user_cost(self.node)
         if hold is not None:
             return hold.predict_ns(self.size)
@@ -148,7 +145,7 @@ class SlicedRegion:
         frame = self.generator.gi_frame if self.is_traced else None
         if self.is_traced and self._standing is None:
             self._standing = self._phase()
-        busy_ns = thread_time_ns() if self.is_watched and not self.is_user else 0
+        busy_ns = thread_time_ns() if self.is_watched and not self.node.conduct.is_user else 0
         clock = self.clock or perf_counter_ns
         before = clock()
         try:
@@ -207,7 +204,7 @@ class SlicedRegion:
         limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
         held_ns = taken // spent
         self.is_heavy = False
-        if self.is_user:
+        if self.node.conduct.is_user:
             self.is_heavy = taken > limit_ns
             held_ns = taken if self.is_heavy else held_ns
         elif taken > limit_ns:
