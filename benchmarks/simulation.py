@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import asyncflow as af
-from asyncflow.compiler.plan import Way
+from asyncflow.compiler.plan import FiringWay
 from asyncflow.devices.figures.presets import HOSTS
 from asyncflow.testing import virtual_clock
 from benchmarks.harness import ASYNCFLOW, Figure, Result
@@ -156,7 +156,7 @@ def require_bodies(plan: Plan, names: Sequence[str]) -> None:
         partition.device
         for partition in plan.partitions
         for path, frame in partition.frames.items()
-        if path and any(node.kernel is not None and node.way < Way.SEND for node in frame.nodes)
+        if path and any(node.kernel is not None and node.way < FiringWay.SEND for node in frame.nodes)
     }
     idle = [name for name in names if name not in computing]
     assert not idle, f"{', '.join(idle)}: no part in the body of a loop\n{plan.explain()}"

@@ -32,7 +32,7 @@ from asyncflow.compiler.placement.assign_streams import assign_streams
 from asyncflow.compiler.placement.constraints import resolve_requests
 from asyncflow.compiler.placement.homes import send_home
 from asyncflow.compiler.placement.place import place
-from asyncflow.compiler.plan import Plan, Way
+from asyncflow.compiler.plan import FiringWay, Plan
 from asyncflow.compiler.program.extract import FEED, extract
 from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.loops.frames import has_primitives
@@ -85,7 +85,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
     assert program.survey is not None
     # A call that waits in a line has no scheduler either, but another driver: its answer comes on the event loop.
     call = find_single_call(program.partitions, context.devices, may_wait=True)
-    waits = call is not None and call.node.way in (Way.LIGHT, Way.IN_LINE)
+    waits = call is not None and call.node.way in (FiringWay.LIGHT, FiringWay.IN_LINE)
     plan = Plan(
         request=request,
         graph=program.graph,

@@ -57,7 +57,7 @@ _SMALL_REGION = 64
 """Maximum number of small kernels in a region, without loops, that is itself small."""
 
 
-class Way(enum.IntEnum):
+class FiringWay(enum.IntEnum):
     """The executor's way with a firing of a node with a kernel, or at the edge of its partition."""
 
     SMALL = 0
@@ -79,7 +79,12 @@ class Way(enum.IntEnum):
     EMIT = 9
 
 
-_CROSSINGS: dict[Op, Way] = {SEND: Way.SEND, RECV: Way.RECV, TO_HOST: Way.TO_HOST, EMIT: Way.EMIT}
+_CROSSINGS: dict[Op, FiringWay] = {
+    SEND: FiringWay.SEND,
+    RECV: FiringWay.RECV,
+    TO_HOST: FiringWay.TO_HOST,
+    EMIT: FiringWay.EMIT,
+}
 
 
 class Kind(enum.IntEnum):
@@ -154,7 +159,7 @@ class PlanNode:
         number: of a fetch, its position among the fetched values; of a Send or Recv, that of the transfer, which both
             share.
         index_values: of a Merge whose index is asked for, the indexes.
-        way: how the executor fires it; a `Way`.
+        way: how the executor fires it; a `FiringWay`.
         conduct: that of the op whose kernel is called, or of the region.
     """
 
@@ -189,7 +194,7 @@ class PlanNode:
         self.blanks = [None] * self.n_inputs  # put over the inputs of a firing, so that an iteration keeps no value
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
         self.conduct = called_op(source).conduct
-        way = Way.AWAITED if self.conduct.is_async else Way.SMALL if _is_small(source) else Way.TIMED
+        way = FiringWay.AWAITED if self.conduct.is_async else FiringWay.SMALL if _is_small(source) else FiringWay.TIMED
         self.way = int(_CROSSINGS.get(source.op, way))
 
     def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
@@ -197,8 +202,8 @@ class PlanNode:
         self.region, self.kernel, self.conduct = code, kernel, code.conduct
         self.times.estimate = estimate_region(region.walk())
         is_small = len(region.nodes) <= _SMALL_REGION and all(_is_small(node) for node in region.walk())
-        way = Way.SMALL if is_small and not code.conduct.needs_context else Way.TIMED
-        self.way = int(Way.SLICED if code.is_generator else way)
+        way = FiringWay.SMALL if is_small and not code.conduct.needs_context else FiringWay.TIMED
+        self.way = int(FiringWay.SLICED if code.is_generator else way)
 
     @property
     def name(self) -> str:
@@ -213,7 +218,7 @@ class PlanNode:
     @property
     def peer(self) -> str:
         """The device at the other end of a transfer."""
-        return str(self.source.attrs["target" if self.way == Way.SEND else "source"])
+        return str(self.source.attrs["target" if self.way == FiringWay.SEND else "source"])
 
     def region_nodes(self) -> Iterator[Node]:
         """Yield the nodes of its region, also inside branches and loops; nothing without a region."""
@@ -415,7 +420,7 @@ class Plan:
             (partition.device, node.peer)
             for partition in self.partitions
             for node in partition.nodes
-            if node.way == Way.SEND
+            if node.way == FiringWay.SEND
         )
         return [f"{source} sends {_counted(count, 'value')} to {target}" for (source, target), count in pairs.items()]
 

@@ -63,6 +63,8 @@ class CodeInfo:
     could_capture: bool = False
 
 
+# One object each for all kernels that say nothing: a program binds thousands,
+# and the defaults of frozen data are shared.
 _PLAIN: Final = Conduct()
 _NO_CODE: Final = CodeInfo()
 

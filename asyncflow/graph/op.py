@@ -71,10 +71,10 @@ _UNSAID: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 PURE: Final = Conduct()
 DRAWS: Final = Conduct(needs_context=True, is_random=True)
 NEW_EACH: Final = Conduct(is_random=True)
-"""Of an op that makes something new on each firing, such as a store."""
+"""Conduct of an op that makes a new object on each firing, such as a store."""
 WAITS: Final = Conduct(is_async=True)
 GIVES_BACK: Final = Conduct(is_async=True, is_undone=True)
-"""Of an op that waits for what it takes, and gives it back if the run ends early."""
+"""Conduct of an op that waits for elements, and gives them back if the run ends early."""
 
 Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
 

@@ -32,7 +32,7 @@ LARGER: dict[str, tuple[int, int]] = {
     "SharedLoop": (24, 0),
     "SharedSets": (23, 1),
     "Subgraph": (23, 1),
-    "VertexPool": (23, 3),
+    "VertexPool": (24, 3),
     "_Lowering": (23, 1),
     "_TraceBody": (23, 1),
     "Executor": (22, 6),
@@ -40,7 +40,6 @@ LARGER: dict[str, tuple[int, int]] = {
     "PartitionRun": (22, 6),
     "BatchMember": (21, 2),
     "FlatBuilder": (21, 1),
-    "PooledActivation": (21, 4),
 }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import asyncflow as af
-from asyncflow.compiler.plan import Way
+from asyncflow.compiler.plan import FiringWay
 from asyncflow.runtime.scheduler.frame import Frame, Iteration
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.scheduler.scheduler import Scheduler
@@ -107,9 +107,9 @@ class _Run:
 
     def launch(self, scheduler: Scheduler, firing: Firing) -> None:
         node, iteration, inputs = firing
-        if node.way == Way.RECV:
+        if node.way == FiringWay.RECV:
             self.rendezvous.receive(partial(self.arrived, scheduler), node, iteration)
-        elif node.way == Way.SEND:
+        elif node.way == FiringWay.SEND:
             if node.source.attrs["is_acknowledged"]:
                 self.rendezvous.await_acknowledgement(partial(self.finish, scheduler, ()), node, iteration)
             self.rendezvous.send(node, iteration, inputs[0] if inputs else np.True_)

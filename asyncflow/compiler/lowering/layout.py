@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.compiler.plan import Dead, Kind, Partition, PlanFrame, PlanNode, Way
+from asyncflow.compiler.plan import Dead, FiringWay, Kind, Partition, PlanFrame, PlanNode
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.compiler.program.loops.frames import is_everywhere
 from asyncflow.compiler.regions.code.region_code import RegionCode
@@ -127,19 +127,19 @@ class Layout:
             frame.exits.append(planned)
         if node.op is REGION:
             planned.set_region(*self.bind_region(node), node.attrs["region"])
-        elif planned.way >= Way.SEND:
+        elif planned.way >= FiringWay.SEND:
             planned.number = node.attrs.get("transfer", 0)
-            if planned.way == Way.RECV and node.attrs["is_acknowledged"]:
+            if planned.way == FiringWay.RECV and node.attrs["is_acknowledged"]:
                 frame.acknowledges = planned.number
         elif planned.kind == Kind.KERNEL:
             planned.kernel = self.bind(node)
             if is_coroutine_kernel(planned.kernel):
-                planned.way = int(Way.AWAITED)
+                planned.way = int(FiringWay.AWAITED)
                 self.uses_host = self.uses_host or host_kernel(planned.kernel) is not None
             elif waits_in_line(node):
                 gives_small = all(is_small_spec(x.spec) for x in node.outputs)
                 is_light = gives_small and not planned.conduct.needs_context
-                planned.way = int(Way.LIGHT if is_light else Way.IN_LINE)
+                planned.way = int(FiringWay.LIGHT if is_light else FiringWay.IN_LINE)
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
         """Give a Merge one slot for its value and one for the index; it waits for one live input, and its controls."""
@@ -229,7 +229,7 @@ class Layout:
             kernel.staying = [
                 index
                 for index, (plain, merges) in enumerate(planned.targets)
-                if not merges and all(host_kernel(each.kernel) or each.way == Way.TO_HOST for *_, each in plain)
+                if not merges and all(host_kernel(each.kernel) or each.way == FiringWay.TO_HOST for *_, each in plain)
             ]
 
     def is_on_host(self, planned: PlanNode) -> bool:
@@ -239,4 +239,4 @@ class Layout:
         kernel = host_kernel(planned.kernel)
         if kernel is not None:
             return len(kernel.staying) == len(planned.targets)
-        return planned.kind == Kind.FETCH or planned.way == Way.TO_HOST
+        return planned.kind == Kind.FETCH or planned.way == FiringWay.TO_HOST

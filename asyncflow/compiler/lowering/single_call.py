@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncflow.compiler.plan import Kind, Partition, PlanNode, Way
+from asyncflow.compiler.plan import FiringWay, Kind, Partition, PlanNode
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.random.random_again import RANDOM_KEY
@@ -82,7 +82,7 @@ def find_single_call(
     waits = may_wait and node.conduct.waits_in_line and all(device.swapping is None for device in devices)
     if makers and not waits:
         return None
-    is_small = node.way == Way.SMALL
+    is_small = node.way == FiringWay.SMALL
     if not (is_small or waits or _may_be_short(node, may_loop, has_context)) or any(other.controls for other in nodes):
         return None
     fed: list[tuple[int, int]] = []
@@ -121,4 +121,4 @@ def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
     if node.region is not None:
         has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
         return (has_context or not node.region.conduct.needs_context) and (may_loop or not has_loops)
-    return node.way == Way.TIMED and (has_context or not node.conduct.needs_context)
+    return node.way == FiringWay.TIMED and (has_context or not node.conduct.needs_context)

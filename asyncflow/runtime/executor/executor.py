@@ -22,7 +22,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.plan import Kind, Way
+from asyncflow.compiler.plan import FiringWay, Kind
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.protocol import AsynchronousDevice, recording
 from asyncflow.graph.op import KernelContext
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 
-_SMALL, _LIGHT, _LINED = int(Way.SMALL), int(Way.LIGHT), (int(Way.LIGHT), int(Way.IN_LINE))
-_AWAITED, _SLICED, _SEND = int(Way.AWAITED), int(Way.SLICED), int(Way.SEND)
+_SMALL, _LIGHT, _LINED = int(FiringWay.SMALL), int(FiringWay.LIGHT), (int(FiringWay.LIGHT), int(FiringWay.IN_LINE))
+_AWAITED, _SLICED, _SEND = int(FiringWay.AWAITED), int(FiringWay.SLICED), int(FiringWay.SEND)
 
 _log = logging.getLogger("asyncflow.runtime")
 

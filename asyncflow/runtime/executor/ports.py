@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.compiler.plan import Kind, PlanNode, Way
+from asyncflow.compiler.plan import FiringWay, Kind, PlanNode
 from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, Placed, recording
 from asyncflow.devices.values import DeviceArray, DeviceValue, is_array, stays_on_host
 from asyncflow.runtime.executor.kernels.provenance import as_kernel_error
@@ -48,11 +48,11 @@ class Ports:
 
     def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Does a firing of a node that takes a value into or out of the partition."""
-        if node.way == Way.SEND:
+        if node.way == FiringWay.SEND:
             self._send(node, iteration, inputs[0] if inputs else np.True_)
-        elif node.way == Way.RECV:
+        elif node.way == FiringWay.RECV:
             self._run.rendezvous.receive(self.arrived, node, iteration)
-        elif node.way == Way.TO_HOST:
+        elif node.way == FiringWay.TO_HOST:
             self._to_host(node, iteration, inputs[0])
         else:
             self._emit(node, iteration, tuple(inputs))

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeAlias, cast
 import numpy as np
 
 from asyncflow.compiler.lowering.single_call import SingleCall
-from asyncflow.compiler.plan import PlanNode, Way
+from asyncflow.compiler.plan import FiringWay, PlanNode
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.graph import leave_graphs
@@ -69,7 +69,7 @@ def run_single_call(
     cost = None
     size = started = 0
     if call.is_open:
-        is_generator = node.way == Way.SLICED
+        is_generator = node.way == FiringWay.SLICED
         cost = node.times.cost
         if cost is None:
             if is_generator:
@@ -102,7 +102,7 @@ def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> l
         OutOfMemoryError: its results pass the device's limit.
     """
     node = call.node
-    is_generator = node.way == Way.SLICED
+    is_generator = node.way == FiringWay.SLICED
     cost = node.times.hold if is_generator else node.times.cost
     if cost is None or node.conduct.alone is not None:
         return None
@@ -178,7 +178,7 @@ class CountedCall:
         started = thread_time_ns()  # the processor's: what is no longer than it was belongs on the event loop still
         try:
             output = self._quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
-            if node.way == Way.SLICED:
+            if node.way == FiringWay.SLICED:
                 output = self._quiet.run(_outputs, output)
             taken_ns = thread_time_ns() - started
             results = cast("list[Array]", self._call.results(output))
