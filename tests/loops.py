@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
 
+import pytest
 import uvloop
 
 from asyncflow.streams import loop as library
@@ -128,7 +129,33 @@ class _Selector(selectors.DefaultSelector):
         return self._loop.select_slice(timeout, super().select)
 
 
-class SteadyUvLoop(_SteadyTimers, uvloop.Loop):  # type: ignore[misc]
+class FailingUvLoop(uvloop.Loop):
+    """uvloop's, which ends with the error of a test that has taken too long.
+
+    The alarm of pytest raises that error wherever the program is. If it only waits, it is in the loop, and uvloop takes
+    it for the error of a callback, tells of it, and waits on.
+    """
+
+    _failure: BaseException | None = None
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, pytest.fail.Exception):
+            self._failure = error
+            self.stop()
+        else:
+            super().call_exception_handler(context)
+
+    def run_until_complete(self, future: Any) -> Any:
+        try:
+            return super().run_until_complete(future)
+        finally:
+            if (failure := self._failure) is not None:
+                self._failure = None
+                raise failure
+
+
+class SteadyUvLoop(_SteadyTimers, FailingUvLoop):  # type: ignore[misc]
     """uvloop's."""
 
     def __init__(self, clock: WorkClock) -> None:
@@ -164,7 +191,7 @@ class SteadyUvLoop(_SteadyTimers, uvloop.Loop):  # type: ignore[misc]
 
 KINDS: dict[str, Callable[[WorkClock], asyncio.AbstractEventLoop]] = {"asyncio": SteadyLoop, "uvloop": SteadyUvLoop}
 
-_asyncio_loop, _uvloop = asyncio.new_event_loop, uvloop.new_event_loop
+_asyncio_loop = asyncio.new_event_loop
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -174,7 +201,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 def new_uvloop() -> asyncio.AbstractEventLoop:
     """Return one of uvloop's loops, on the clock of the test."""
-    return _uvloop() if CLOCKS.current is None else KINDS["uvloop"](CLOCKS.current)
+    return FailingUvLoop() if CLOCKS.current is None else KINDS["uvloop"](CLOCKS.current)
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ import pytest
 from asyncflow.runtime.executor.kernels import single_call
 from tests.adversary import KINDS, RATES, Disturbances, LeapingClock
 from tests.clocks import ABOUT_THREADS, CLOCKS, REAL, WorkClock
-from tests.loops import SteadyLoop, SteadyUvLoop
+from tests.loops import FailingUvLoop, SteadyLoop, SteadyUvLoop, new_uvloop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,6 +94,19 @@ def test_a_pause_fires_no_timer_early(kind: type[SteadyLoop]) -> None:
 
 
 @pytest.mark.every_loop
+def test_a_test_that_waits_for_ever_fails_on_uvloop() -> None:
+    """Its alarm is raised in the loop, which otherwise takes it for a callback's error and waits on."""
+    loop = new_uvloop()
+    assert isinstance(loop, FailingUvLoop)
+    waiting = loop.create_future()
+    loop.call_soon(pytest.fail, "it takes too long")
+    loop.call_soon(loop.call_soon, waiting.set_result, None)
+    with pytest.raises(pytest.fail.Exception, match="it takes too long"):
+        loop.run_until_complete(waiting)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
 async def test_a_timer_that_fires_moves_the_clock() -> None:
     loop = asyncio.get_running_loop()
     before_s = loop.time()
