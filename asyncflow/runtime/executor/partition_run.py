@@ -277,18 +277,26 @@ class PartitionRun(ABC):
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
-        track = self.device.memory.track
         try:
-            if node.single:
-                track(result, node.source.name)
-            else:
-                for value in result:
-                    track(value, node.source.name)
+            self.count(node, result)
             self.scheduler.complete(node, iteration, result)
         except MemoryLimitExceeded as error:
             self.kernel_failed(error, node, iteration, inputs)
         except SchedulingError as error:
             self._rule_broken(error)
+
+    def count(self, node: PlanNode, result: Any) -> None:
+        """Count the memory of a firing's result, once more if it was counted before; on any thread.
+
+        Raises:
+            MemoryLimitExceeded: the device now holds more than its limit.
+        """
+        track = self.device.memory.track
+        if node.single:
+            track(result, node.source.name)
+        else:
+            for value in result:
+                track(value, node.source.name)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from asyncflow.compiler.program.kernels.kernels import waits_for_saved
 from asyncflow.devices.cpu.lanes import Times
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, ON_A_THREAD
+from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.executor.kernels.sliced_region import Stopped, in_parts
 from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
@@ -60,6 +61,8 @@ def launch_on_a_thread(
         work, args, hold = held(executor.context_of(node, iteration), work, args)
     elif executor.run.own_context is not None:
         work, args = executor.on_thread(work, args)
+    if executor.device.memory.limit is not None:
+        work, args = _counted, (executor, node, work, *args)
 
     def take(result: Value, error: BaseException | None, times: Times) -> None:
         if executor.recorder is not None:
@@ -100,6 +103,23 @@ def _to_end(executor: PartitionRun, work: Callable[..., object], *args: Value) -
         if executor.stopped:
             raise Stopped
         found = found.go_on()
+    return found
+
+
+def _counted(executor: PartitionRun, node: PlanNode, work: Callable[..., object], *args: Value) -> object:
+    """The results of work on a device with a limit, counted where they are made.
+
+    The event loop takes the results of many firings at a time: all would be there before it has counted the first.
+
+    Raises:
+        MemoryLimitExceeded: the device now holds more than its limit.
+    """
+    found = work(*args)
+    try:
+        executor.count(node, found)
+    except MemoryLimitExceeded as error:
+        del found
+        raise error.with_traceback(None) from None  # frames keep the results, which have to go
     return found
 
 

@@ -1,0 +1,109 @@
+"""Memory limits hold for wide programs without loops, whatever order their nodes are fired in."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from threading import Event, Lock
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.testing import virtual_clock
+from tests.fake_cupy.stand_in import stand_in
+from tests.patience import PATIENCE_S
+
+Kind = Literal["cpu", "cpu without regions", "v100", "card"]
+KINDS: tuple[Kind, ...] = ("cpu", "cpu without regions", "v100", "card")
+
+ELEMENTS = 16_384
+NBYTES = 4 * ELEMENTS
+FUNCTIONS = af.sin, af.abs, af.tanh, af.square
+
+
+def branches(seed: int) -> tuple[af.Tensor, af.Tensor, int]:
+    """An input, the sum of many branches of it, and the number of values that are computed."""
+    random = Random(seed)
+    x = af.placeholder("float32", (ELEMENTS,))
+    ends, values = [], 1
+    for number in range(random.randrange(6, 14)):
+        end = x * np.float32(number + 2)
+        depth = random.randrange(3)
+        for _ in range(depth):
+            end = random.choice(FUNCTIONS)(end)
+        values += 2 * (depth + 1)
+        ends.append(af.sum(end) if random.random() < 0.5 else end)
+    return x, af.sum(sum(ends[1:], start=ends[0])), values + 1
+
+
+async def run_within(limit: int, seed: int, device: str, **options: Any) -> tuple[Any, int]:
+    """The sum, or the message where it does not fit, and the most bytes held."""
+    with af.Graph() as graph:
+        x, total, _ = branches(seed)
+    fed = {x: np.linspace(0, 1, ELEMENTS, dtype=np.float32)}
+    async with af.Session(graph, devices=[device], memory_limit=limit, **options) as session:
+        try:
+            found = await session.run(total, fed, timeout=PATIENCE_S)
+        except af.OutOfMemoryError as error:
+            found = str(error)
+        return found, session.devices[0].memory.peak
+
+
+def run_on(kind: Kind, limit: int, seed: int) -> tuple[Any, int]:
+    if kind == "v100":
+        with virtual_clock("1 x v100, pcie3") as clock:
+            return clock.run(run_within(limit, seed, "sim:0"))
+    if kind == "card":
+        with stand_in():
+            return asyncio.run(run_within(limit, seed, "cuda:0"))
+    options = {"regions": False} if kind == "cpu without regions" else {}
+    return asyncio.run(run_within(limit, seed, "cpu:0", **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_wide_programs_stay_within_their_limit_or_say_what_is_missing(kind: Kind, seed: int) -> None:
+    """Behaviour 109."""
+    with af.Graph():
+        *_, values = branches(seed)
+    found = [run_on(kind, limit * NBYTES, seed) for limit in (3, 8, values)]
+    # A CPU counts an array once a kernel has returned it, on each of its threads.
+    beyond = 0 if kind in ("v100", "card") else 2 * NBYTES
+    for limit, (_, peak) in zip((3, 8, values), found, strict=True):
+        assert peak <= limit * NBYTES + beyond
+    *sums, enough = [total for total, _ in found]
+    assert all("raise memory_limit=" in x if isinstance(x, str) else x == pytest.approx(enough, rel=1e-4) for x in sums)
+    assert not isinstance(enough, str)
+
+
+async def test_results_count_before_the_event_loop_takes_them() -> None:
+    """The event loop takes the results of many firings on threads at a time; each counts as soon as it is there."""
+    count = 6
+    loop, stands, goes_on = asyncio.get_running_loop(), Event(), Event()
+    looking, used = Lock(), list[int]()
+
+    def hold_up() -> None:
+        stands.set()
+        assert goes_on.wait(PATIENCE_S)
+
+    @af.op(outputs=af.spec("float32", (ELEMENTS,)), name="make")
+    def make(number: int) -> Any:
+        if not stands.is_set():
+            loop.call_soon_threadsafe(hold_up)
+            assert stands.wait(PATIENCE_S)
+        with looking:
+            used.append(session.devices[0].memory.used)
+            if len(used) == count:
+                goes_on.set()
+        return np.full(ELEMENTS, number, np.float32)
+
+    with af.Graph() as graph:
+        first = af.placeholder("int64", ())
+        made = [make(first + number) for number in range(count)]
+    session = af.Session(graph, devices=["cpu:0"], memory_limit=2 * count * NBYTES)
+    async with session:
+        await session.run(made, {first: 0}, timeout=PATIENCE_S)
+    # Another thread may be about to count one more.
+    assert used[-1] >= (count - 2) * NBYTES
