@@ -58,7 +58,9 @@ def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Seq
     with simulated_loops(build) as machines, shown_progress(trace, machines), _rare_collections():
         code = run_program(called, arguments, trace)
     sys.stdout.flush()
-    print(f"\n{format_report(trace, machines[0].spec, machines)}")
+    with _rare_collections():
+        report = format_report(trace, machines[0].spec, machines)
+    print(f"\n{report}")
     for path in outputs:
         save(trace, path)
         print(f"\nwrote {path}{how_to_open(path)}")
@@ -72,6 +74,7 @@ _YOUNG_OBJECTS = 20_000
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Let Python look for garbage less often: with its default of 700 that takes a quarter of a simulation's time."""
+    gc.freeze()  # what is there by now, such as modules, stays
     first, *others = thresholds = gc.get_threshold()
     if first:  # 0 turns the search off
         gc.set_threshold(max(first, _YOUNG_OBJECTS), *others)
@@ -79,6 +82,7 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 # -- virtual time for the program's event loops ------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Swapping(Mover):
         start_ns: expected nanoseconds that starting a copy takes the thread that launches kernels.
         has_file: True if a value may be in a file, whose reads no stream can wait for: launching waits instead.
         is_at_rest: True while stores keep their values themselves, and none of these is away.
+        rest_sample: `SavedMoves.sample` during that time.
     """
 
     has_file = False
@@ -74,6 +75,7 @@ class Swapping(Mover):
     def __init__(self, account: MemoryAccount, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
         super().__init__(account, spaces, ns_per_byte=ns_per_byte)
         self.is_at_rest = True
+        self.rest_sample = self.moves.sample()
         self._resting: dict[int, weakref.ref[RestingLog]] = {}
         # By run, once the device is lost: saved values that are gone with it, and those that were away.
         self._gone: tuple[_Values, _Values] = (defaultdict(Counter), defaultdict(Counter))
@@ -139,6 +141,7 @@ class Swapping(Mover):
         """Note that a store begins: let stores keep their values if no value is known and no trace asks for moves."""
         if not (self.is_at_rest or self._copies) and self.moves.is_empty:
             with self._locked():
+                self.rest_sample = self.moves.sample()
                 self.is_at_rest = self.moves.is_empty
 
     def _wake(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.protocol import AsynchronousDevice, Span, recording
+from asyncflow.devices.protocol import AsynchronousDevice, recording
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine
@@ -413,13 +413,16 @@ def test_the_account_tells_its_contents(device: SimDevice) -> None:
 
 def test_spans_are_recorded_while_asked_for(device: SimDevice, loop: VirtualClockLoop) -> None:
     zeros(device, 8)
-    spans: list[Span] = []
-    assert device.record_into(spans) is None
+    notes: list[Any] = []
+    assert device.record_into(notes) is None
     x = device.copy_in(np.zeros(10_000, np.uint8))
     y = bind(device, np.negative, "negate")(x)
     bind(device, lambda i: i, "count", on_host=lambda i: i)(np.int32(1))
     loop.run_until_complete(fetched(device, y))
-    assert device.record_into(None) is spans
+    assert device.record_into(None) is notes
+    spans = device.settle(notes)
+    assert len(spans) == 4
+    assert spans[1:3] == [spans[1], spans[2]]
     assert [(each.label, each.stream, each.nbytes) for each in spans] == [
         ("feed", "h2d", 10_000),
         ("negate", "compute", 0),
@@ -434,37 +437,37 @@ def test_spans_are_recorded_while_asked_for(device: SimDevice, loop: VirtualCloc
 
 def test_recordings_nest(device: SimDevice) -> None:
     """Launches of another run are in no other record."""
-    mine: list[Span] = []
+    mine: list[Any] = []
     with recording(device, mine):
         with recording(device, None):
             zeros(device, 8)
         assert mine == []
         bind(device, lambda: np.zeros(1), "make")()
     zeros(device, 8)
-    assert [each.label for each in mine] == ["make"]
+    assert [each.label for each in device.settle(mine)] == ["make"]
 
 
 def test_a_coroutine_launches_for_whoever_called_it(device: SimDevice, loop: VirtualClockLoop) -> None:
     async def double(x: Any) -> Any:
         return 2 * x
 
-    called: list[Span] = []
+    called: list[Any] = []
     kernel = bind(device, double, "double", is_async=True)
     with recording(device, called):
         coroutine = kernel(zeros(device, 8))
-    others: list[Span] = []
+    others: list[Any] = []
     with recording(device, others):
         loop.run_until_complete(coroutine)
-    assert [each.stream for each in called] == ["compute", "d2h", "h2d"]
+    assert [each.stream for each in device.settle(called)] == ["compute", "d2h", "h2d"]
     assert others == []
 
 
 def test_a_second_compute_stream_has_a_name_of_its_own(machine: SimMachine) -> None:
     device = SimDevice(machine, compute_streams=2)
-    spans: list[Span] = []
-    device.record_into(spans)
+    notes: list[Any] = []
+    device.record_into(notes)
     bind(device, lambda: np.zeros(1), stream=1)()
-    assert [each.stream for each in spans] == ["compute:1"]
+    assert [each.stream for each in device.settle(notes)] == ["compute:1"]
 
 
 def test_when_done_is_called_later_and_once(device: SimDevice, loop: VirtualClockLoop) -> None:
@@ -502,9 +505,9 @@ def history(seed: int, jitter: float) -> list[tuple[int, int]]:
     loop = VirtualClockLoop()
     machine = machine_of(loop, seed=seed, jitter=jitter)
     devices = [SimDevice(machine, i, compute_streams=2) for i in range(2)]
-    recorded: list[list[Span]] = [[], []]
-    for device, spans in zip(devices, recorded, strict=True):
-        device.record_into(spans)
+    recorded: list[list[Any]] = [[], []]
+    for device, notes in zip(devices, recorded, strict=True):
+        device.record_into(notes)
     x = devices[0].copy_in(np.zeros(1000))
     for i in range(20):
         source, target = devices[i % 2], devices[(i + 1) % 2]
@@ -512,7 +515,8 @@ def history(seed: int, jitter: float) -> list[tuple[int, int]]:
     loop.run_until_complete(fetched(devices[0], x))
     loop.close()
     assert machine.hazards == []
-    return [(each.started_ns, each.ended_ns) for spans in recorded for each in spans]
+    spans = [each for device, notes in zip(devices, recorded, strict=True) for each in device.settle(notes)]
+    return [(each.started_ns, each.ended_ns) for each in spans]
 
 
 def test_a_seed_gives_one_history() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.protocol import Span
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray, no_data
@@ -146,7 +145,7 @@ def random_program(seed: int, n: int, **options: Any) -> tuple[list[Any], int, l
         }
         for device in devices
     ]
-    recorded: list[list[Span]] = [[] for _ in devices]
+    recorded: list[list[Any]] = [[] for _ in devices]
     for device, into in zip(devices, recorded, strict=True):
         device.record_into(into)
     got: list[Any] = []
@@ -173,7 +172,11 @@ def random_program(seed: int, n: int, **options: Any) -> tuple[list[Any], int, l
     values.clear()
     for device in devices:
         loop.run_until_complete(idle(device))
-    spans = [(each.label, each.started_ns, each.ended_ns) for into in recorded for each in into]
+    spans = [
+        (each.label, each.started_ns, each.ended_ns)
+        for device, into in zip(devices, recorded, strict=True)
+        for each in device.settle(into)
+    ]
     used = sum(device.memory.used for device in devices)
     loop.close()
     return got, used, spans, machine.hazards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.runtime.scheduler.frame import Iteration
+from asyncflow.runtime.watch.trace import Firing, MemorySample
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:
@@ -90,6 +92,24 @@ def test_a_full_trace_counts_what_a_device_does(launches: Any) -> None:
     ]
     assert short.memory == complete.memory[:3]
     assert (complete.dropped, short.dropped) == (0, len(complete.firings) - 3)
+
+
+def test_records_of_launched_work_are_made_when_they_are_read() -> None:
+    made: list[int] = []
+    trace = af.Trace(capacity=3)
+
+    def records(run: int) -> tuple[list[Firing], list[MemorySample]]:
+        made.append(run)
+        firing = Firing(run, "a", "a", "", "sim:0", "compute", 0, 1, 2, "", "ok", "")
+        return [firing], [MemorySample("sim:0", run, 8)]
+
+    for run in range(2):
+        trace._add_later(1, partial(records, run))
+    assert (trace.count, made, repr(trace)) == (2, [], "<Trace: 0 runs, 2 firings, 0 transfers, detail 'node'>")
+    assert [sample.time_ns for sample in trace.memory] == [0, 1]
+    trace._add_later(1, partial(records, 2))
+    assert [firing.run for firing in trace.firings] == [0, 1, 2]
+    assert (trace.count, made) == (3, [0, 1, 2])
 
 
 async def test_trace_made_outside_is_independent(session: af.Session, value: af.Tensor) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, overload
 from weakref import WeakValueDictionary
 
 from asyncflow.devices.figures.host import Call
 from asyncflow.devices.figures.presets import CARDS, Card, kernel_ns, work_ns
-from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span
+from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span, Spans
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, Storage
 from asyncflow.streams.sim.stream import SimEvent, SimStream
@@ -17,11 +17,41 @@ from asyncflow.values import Value
 
 _NS_PER_S = 1e9
 
-_new_tuple = tuple.__new__
-"""Makes a span in half the time of its constructor: a traced run makes one a launch."""
-
 _PRIMITIVES = 3
 """Primitives that a loop's variable passes in an iteration: Merge, Switch and NextIteration."""
+
+
+class NotedSpans(Sequence[Span]):
+    """The spans that a simulated device has noted, each made when it is asked for.
+
+    Notes stand in a flat list, `_COLUMNS` elements a span: a traced run makes thousands, which the garbage collector
+    would look at again and again if each were an object.
+    """
+
+    __slots__ = ("_notes",)
+
+    def __init__(self, notes: Spans) -> None:
+        self._notes = notes
+
+    def __len__(self) -> int:
+        return len(self._notes) // _COLUMNS
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        return [*self][index]
+
+    def __iter__(self) -> Iterator[Span]:
+        notes = iter(self._notes)
+        for label, role, started_ns, ended_ns, nbytes, now_ns, used, moved in zip(*[notes] * _COLUMNS, strict=True):
+            yield Span(label, role, started_ns, ended_ns, nbytes, (now_ns, used, *moved))
+
+
+_COLUMNS = 8
 
 
 class _HeldStorages(list[Storage]):
@@ -143,12 +173,10 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def run_on_host(self, name: str, call: Call = "node") -> None:
         """Let the host spend time on a node without a launch."""
-        if self._graph_ns is not None:
-            return
-        thread = self.thread
-        ended_ns = thread.spend(call)
-        if self._spans is not None:
-            self._note(name, "host", ended_ns - thread.call_ns[call], ended_ns)
+        if self._graph_ns is None:
+            ended_ns = self.thread.spend(call)
+            if self._spans is not None:
+                self._note(name, "host", ended_ns - self.thread.call_ns[call], ended_ns)
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
@@ -164,7 +192,7 @@ class Timeline(LaunchingDevice[SimStream]):
         for array in arrays:
             self.order(stream, (array.written,))
             self.machine.check_read(stream, array, name)
-            array.storage.readers[stream] = self._copied_buffer(stream, array, name)
+            array.storage.read_by(self._copied_buffer(stream, array, name))
 
     def empty_buffers(self, stream: SimStream, arrays: Iterable[SimArray], name: str) -> None:
         """Copy values from the buffers of a graph: they are there when that is done."""
@@ -222,21 +250,27 @@ class Timeline(LaunchingDevice[SimStream]):
         """Let the host see the event when it is done, and call a function then."""
         self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
 
+    def settle(self, spans: Spans) -> Sequence[Span]:
+        """The spans that were recorded."""
+        counted: Sequence[Span] = spans
+        return counted if type(spans) is CountedSpans else NotedSpans(spans)
+
     def _record(self, event: SimEvent, nbytes: int) -> None:
         if self._spans is not None:
             self._note(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes)
 
     def _note(self, label: str, role: str, started_ns: int, ended_ns: int, nbytes: int = 0) -> None:
         """Record work, the time at which the host launches it, and the bytes that the device holds then."""
-        spans = self._spans
+        spans, swapping = self._spans, self.swapping
         assert spans is not None
         if type(spans) is CountedSpans:
             spans.append(None)
             return
-        now_ns, used, swapping = self.machine.loop.now_ns, self.memory.used, self.swapping
-        # Not by `Swapping.sample`, which takes a lock: one thread drives all simulated devices.
-        held = (now_ns, used) if swapping is None else (now_ns, used, *swapping.moves.sample())
-        spans.append(_new_tuple(Span, (label, role, started_ns, ended_ns, nbytes, held)))
+        if swapping is None:
+            moved: tuple[int, ...] = ()
+        else:  # not by `Swapping.sample`, which takes a lock: one thread drives all simulated devices
+            moved = swapping.rest_sample if swapping.is_at_rest else swapping.moves.sample()
+        spans += (label, role, started_ns, ended_ns, nbytes, self.machine.loop.now_ns, self.memory.used, moved)
 
 
 def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ...]) -> None:

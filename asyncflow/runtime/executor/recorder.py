@@ -6,11 +6,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Spans
+from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Span, Spans
 from asyncflow.devices.saved.saved_handle import SwapCopy
 from asyncflow.devices.swapping import memory_sample
 from asyncflow.ops.user.recorded_calls import in_log
@@ -37,6 +39,28 @@ class _Launched(NamedTuple):
     memory: tuple[int, ...]
     """Bytes the device held, and what else a `MemorySample` says."""
 
+    def records(self, run: int, spans: Sequence[Span], count: int) -> tuple[list[Firing], list[MemorySample]]:
+        """Make the records of the first `count` spans of the work."""
+        node, name, tag, outputs = self.node, self.device.name, self.tag, self.outputs
+        label, op, location = node.label, node.source.op.name, str(node.source.location)
+        # Some devices tell of every kernel that a region launches.
+        is_region = node.region is not None
+        # What has begun before it became ready was ready as it began.
+        after = sys.maxsize if self.scheduled_ns is None else self.scheduled_ns
+        firings, samples = [], []
+        # Past the constructors: a loop launches thousands of kernels.
+        for own_label, stream, began, ended, nbytes, sample in islice(spans, count):
+            shown, kind = own_label if is_region and not nbytes else label, "copy" if nbytes else op
+            scheduled = min(began, after)
+            record = run, shown, kind, tag, name, stream, scheduled, began, ended, outputs, "ok", location
+            firings.append(_new_tuple(Firing, (*record, None, 0, None, nbytes, 0)))
+            samples.append(
+                _new_tuple(MemorySample, (name, *sample))
+                if len(sample) == _FULL_SAMPLE
+                else MemorySample(name, *(sample or (ended, *self.memory)))
+            )
+        return firings, samples
+
 
 class Recorder:
     """Records the firings of one partition in one run."""
@@ -47,7 +71,7 @@ class Recorder:
         self.now = now
         self.order = trace.order
         """Log of picks, which may choose the next one; None for a run that is only traced."""
-        self._is_full = self.order is None and len(trace.firings) >= trace.capacity
+        self._is_full = self.order is None and trace.count >= trace.capacity
         self.ready = self._ready_queue(seed, partition)
         """The scheduler's ready queue, which notes when each firing became ready; None where that is not needed."""
         self._trace = trace
@@ -228,51 +252,13 @@ class Recorder:
             )
             self._add(copied, (move.ended_ns, *move.memory))
         trace = self._trace
-        firings, samples, capacity = trace.firings, trace.memory, trace.capacity
         for launched in self._launched:
-            device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
-            label, op, location, name = node.label, node.source.op.name, str(node.source.location), device.name
-            # Some devices tell of every kernel that a region launches.
-            is_region = node.region is not None
-            run, tag, outputs = self._run_id, launched.tag, launched.outputs
             # Only now: times of a card are read off events, which have to be done.
-            spans = device.settle(launched.spans)
-            room = max(0, capacity - len(firings))
+            spans = launched.device.settle(launched.spans)
+            room = max(0, trace.capacity - trace.count)
             trace.dropped += max(0, len(spans) - room)
-            spans = spans[:room]
-            # Past the constructors, and in comprehensions: a loop launches thousands of kernels.
-            after = sys.maxsize if scheduled is None else scheduled  # what has begun before was ready as it began
-            firings += [
-                _new_tuple(
-                    Firing,
-                    (
-                        run,
-                        own_label if is_region and not nbytes else label,
-                        "copy" if nbytes else op,
-                        tag,
-                        name,
-                        stream,
-                        min(began, after),
-                        began,
-                        ended,
-                        outputs,
-                        "ok",
-                        location,
-                        None,
-                        0,
-                        None,
-                        nbytes,
-                        0,
-                    ),
-                )
-                for own_label, stream, began, ended, nbytes, _ in spans
-            ]
-            samples += [
-                _new_tuple(MemorySample, (name, *sample))
-                if len(sample) == _FULL_SAMPLE
-                else MemorySample(name, *(sample or (ended, *launched.memory)))
-                for _, _, _, ended, _, sample in spans
-            ]
+            count = min(len(spans), room)
+            trace._add_later(count, partial(launched.records, self._run_id, spans, count))
         trace.dropped += sum(len(device.settle(spans)) for device, spans in self._counted)
         self._counted.clear()
         self._launched.clear()
@@ -299,7 +285,7 @@ class Recorder:
         Without a sample, the bytes held now are recorded, and none where the device has no figures.
         """
         trace = self._trace
-        if len(trace.firings) >= trace.capacity:
+        if trace.count >= trace.capacity:
             trace.dropped += 1
             return
         trace.firings.append(firing)

@@ -7,10 +7,11 @@ knows of it. Times are `time.perf_counter_ns`, or the virtual clock's time of th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Self
+from threading import Lock
+from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from asyncflow.entered import Entered
 from asyncflow.runtime.watch.picks import PickLog
@@ -139,7 +140,12 @@ class MemorySample(NamedTuple):
     coming: int = 0
 
 
-@dataclass(slots=True, kw_only=True, repr=False)
+_Records: TypeAlias = "tuple[list[Firing], list[MemorySample]]"
+
+_making = Lock()
+"""Of the thread that makes records: one for all traces."""
+
+
 class Trace:
     """A trace: the record of one or more runs.
 
@@ -151,25 +157,65 @@ class Trace:
     ...     pass  # await session.run(...)
     >>> len(trace.runs)
     0
+
+    Records of launched work are made when they are read: a loop launches thousands of kernels, and its program may be
+    the one whose time counts.
+
+    Attributes:
+        capacity: the most firings that are kept.
+        detail: ``"node"`` records every node, for which traced runs are interpreted; ``"region"`` what really runs, a
+            region as one firing. None takes the detail of the trace in whose block this one is made, or ``"node"``.
+        runs: the runs that have ended.
+        transfers: the values that went between devices.
+        dropped: number of firings that were not kept.
+        interpreted: number of runs that traces made inside the block have recorded with every node, where this one
+            would not.
+        order: writes down, or says, which firing is next; None for a trace alone.
     """
 
-    capacity: int = 1_000_000
-    detail: Literal["node", "region"] | None = None
-    """``"node"`` records every node, for which traced runs are interpreted; ``"region"`` what really runs, a region as
-    one firing. None takes the detail of the trace in whose block this one is made, or ``"node"``."""
-    firings: list[Firing] = field(default_factory=list)
-    runs: list[RunSpan] = field(default_factory=list)
-    memory: list[MemorySample] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
-    dropped: int = 0
-    interpreted: int = field(default=0, init=False, repr=False, compare=False)
-    """Number of runs that traces made inside the block have recorded with every node, where this one would not."""
-    order: PickLog | None = field(default=None, init=False, repr=False, compare=False)
-    """Writes down, or says, which firing is next; None for a trace alone."""
-    _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
-    """Made inside the block, and not yet added."""
+    __slots__ = (
+        "_firings",
+        "_inner",
+        "_memory",
+        "_unmade",
+        "_unmade_count",
+        "capacity",
+        "detail",
+        "dropped",
+        "interpreted",
+        "order",
+        "runs",
+        "transfers",
+    )
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int = 1_000_000,
+        detail: Literal["node", "region"] | None = None,
+        firings: Iterable[Firing] = (),
+        runs: Iterable[RunSpan] = (),
+        memory: Iterable[MemorySample] = (),
+        transfers: Iterable[Transfer] = (),
+        dropped: int = 0,
+    ) -> None:
+        """Begin a record, with these records in it.
+
+        Raises:
+            ValueError: `detail` is none of the three.
+        """
+        self.capacity = capacity
+        self.detail = detail
+        self.runs = list(runs)
+        self.transfers = list(transfers)
+        self.dropped = dropped
+        self.interpreted = 0
+        self.order: PickLog | None = None
+        self._firings = list(firings)
+        self._memory = list(memory)
+        self._unmade: deque[Callable[[], _Records]] = deque()
+        self._unmade_count = 0
+        self._inner: list[Trace] = []  # made inside the block, and not yet added
         if self.detail not in (None, "node", "region"):
             raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
         outer = _current.innermost()
@@ -178,10 +224,49 @@ class Trace:
         if outer is not None:
             outer._inner.append(self)
 
+    @property
+    def firings(self) -> list[Firing]:
+        """Firings, in the order in which they were recorded."""
+        self._make()
+        return self._firings
+
+    @firings.setter
+    def firings(self, firings: list[Firing]) -> None:
+        self._make()
+        self._firings = firings
+
+    @property
+    def memory(self) -> list[MemorySample]:
+        """Samples of the memory of devices, in the order in which they were recorded."""
+        self._make()
+        return self._memory
+
+    @property
+    def count(self) -> int:
+        """Number of firings."""
+        return len(self._firings) + self._unmade_count
+
+    def _add_later(self, count: int, make: Callable[[], _Records]) -> None:
+        """Add this number of firings, with samples of memory, which a function makes once one is read."""
+        if count:
+            self._unmade_count += count
+            self._unmade.append(make)
+
+    def _make(self) -> None:
+        if not self._unmade_count:
+            return
+        with _making:
+            while self._unmade:
+                firings, samples = self._unmade[0]()
+                self._firings += firings
+                self._memory += samples
+                self._unmade_count -= len(firings)
+                self._unmade.popleft()
+
     def __repr__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""
         return (
-            f"<Trace: {len(self.runs)} runs, {len(self.firings)} firings{dropped}, {len(self.transfers)} transfers, "
+            f"<Trace: {len(self.runs)} runs, {self.count} firings{dropped}, {len(self.transfers)} transfers, "
             f"detail {self.detail!r}>"
         )
 
@@ -196,12 +281,12 @@ class Trace:
         self._inner.clear()
 
     def _add(self, inner: Trace) -> None:
-        room = max(0, self.capacity - len(self.firings))
-        self.firings += inner.firings[:room]
+        room = max(0, self.capacity - self.count)
+        self.firings.extend(inner.firings[:room])
         self.dropped += inner.dropped + len(inner.firings[room:])
         self.runs += inner.runs
         self.interpreted += len(inner.runs) if inner.detail == "node" != self.detail else inner.interpreted
-        self.memory += inner.memory
+        self.memory.extend(inner.memory)
         self.transfers += inner.transfers
 
 
