@@ -440,8 +440,9 @@ class ChargedAccount(MemoryAccount):
         """
         limit = self._limit
         with self._lock:
-            if self._credited:
-                self._settle()
+            credited = self._credited
+            while credited:  # as `_settle` does
+                self.at_most -= self._charges.pop(credited.popleft())[0]
             # No call, and no object that the garbage collector watches, between reading `at_most` and writing it: a
             # collection there could run a finalizer that charges, too.
             used = self.at_most + nbytes

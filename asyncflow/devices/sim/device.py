@@ -215,7 +215,8 @@ class SimDevice(Timeline):
         self.machine.check()
         if self.leaves_on_host(value):
             return as_scalar(value)
-        data = None if type(value) is SimUnknown else value.copy()
+        has_data = type(value) is not SimUnknown and not (self.machine.shapes_only and value.nbytes > SMALL_BYTES)
+        data = value.copy() if has_data else None
         # Refused before the copy is on a stream: `Storage` would refuse it with the link already occupied.
         self.memory.check(value.nbytes, name)
         return self.copied_in(data, value.dtype, value.shape, name, after=None)
@@ -402,7 +403,8 @@ class SimDevice(Timeline):
             # The bytes are read and written. Readers wait for this event from now on, also on streams that have waited
             # for the former writer: `followers` starts anew.
             event = self.launch_kernel(self.compute, 0.0, 2 * value.nbytes, False, value.name, fired=False)
-            value.storage.readers[self.compute] = value.written = event
+            value.storage.read_by(event)
+            value.written = event
             value.followers = ()
 
     def _own_memory(self, stream: SimStream) -> None:
@@ -422,7 +424,7 @@ class SimDevice(Timeline):
     def _read(self, value: SimArray, event: SimEvent) -> None:
         """Note that a copy reads the array, and keep that until the copy is done."""
         self.machine.check_read(event.stream, value, event.label)
-        value.storage.readers[event.stream] = event
+        value.storage.read_by(event)
         self.hold(event, (value.storage,))
 
     def _filled(self, data: Array | None, dtype: DType, shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:

@@ -369,7 +369,7 @@ class SimLauncher:
                 elsewhere.append(array.storage)
         event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name, fired=not info.in_region)
         for array in arrays:
-            array.storage.readers[stream] = event
+            array.storage.read_by(event)
         if elsewhere:
             device.hold(event, elsewhere)
         return event

@@ -131,8 +131,8 @@ class SimMachine:
         """Find out whether memory that was just freed is still in use; `check` raises it."""
         if self.loop.is_closed():
             return  # whatever ran has been dropped with the loop
-        pool = storage.pool
-        for event, verb in ((storage.written, "writes"), *((event, "reads") for event in storage.readers.values())):
+        pool, readers = storage.pool, storage.readers or {}
+        for event, verb in ((storage.written, "writes"), *((event, "reads") for event in readers.values())):
             if not pool.has_seen(event):
                 self.hazards.append(_early_free(storage, event, verb))
 

@@ -64,7 +64,9 @@ class SimRegionLauncher:
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
-            busy_ns, taken_ns = self._device.thread.busy_ns, -self._device.thread.busy_ns.total()
+            notes = self._info.code.could_capture and self.graphs is None
+            busy_ns = self._device.thread.busy_ns
+            taken_ns = -busy_ns.total() if notes else 0
             self._device.charge("region")
             generator, budget = function(*inputs), None
             while True:
@@ -74,9 +76,11 @@ class SimRegionLauncher:
                 except StopIteration as ended:
                     outputs = ended.value
                     break
-                taken_ns += busy_ns.total()
+                if notes:
+                    taken_ns += busy_ns.total()
                 budget = yield paused
-                taken_ns -= busy_ns.total()
+                if notes:
+                    taken_ns -= busy_ns.total()
             self._note(taken_ns + busy_ns.total(), inputs, outputs)
         return outputs
 

@@ -66,16 +66,27 @@ class MetadataLauncher(SimLauncher):
 class ComputeLauncher(SimLauncher):
     """The launcher of a kernel that computes arrays of its inputs alone."""
 
-    __slots__ = ("_known", "_needs_values")
+    __slots__ = ("_known", "_needs_values", "_on_numbers")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         super().__init__(device, kernel, info)
+        self._on_numbers = info.on_host if info.in_region else None
         self._known: dict[tuple[object, ...], _Known | None] = {}
         self._needs_values = False  # shapes of outputs follow from numbers of the host, too
 
     def __call__(self, *args: Value) -> Placed:
         """See `SimLauncher`."""
-        stream, info = self._stream, self._info
+        stream, info, machine = self._stream, self._info, self._device.machine
+        if self._on_numbers is not None:
+            for value in args:
+                if type(value) not in _NUMBERS:
+                    break
+            else:
+                if machine.hazards:
+                    machine.check()
+                result = self._on_numbers(*args)
+                self._device.run_on_host(info.name, "step")
+                return result
         arrays: list[SimArray] = []
         key: list[object] = []
         # One look at each input: it makes the key, and finds what a lookup cannot answer.
@@ -94,17 +105,10 @@ class ComputeLauncher(SimLauncher):
                     key.append(value)
             elif info.on_host is None or any(type(each) is SimArray for each in args):
                 return self._checked(args)  # a vector of the host, which has to be copied in
-        machine = self._device.machine
         if machine.hazards:
             machine.check()
         if not arrays:
-            if info.on_host is None:
-                return self._checked(args)
-            if info.in_region and len(key) == len(args):  # numbers alone
-                result = info.on_host(*args)
-                self._device.run_on_host(info.name, "step")
-                return result
-            return self._on_host(args)
+            return self._checked(args) if info.on_host is None else self._on_host(args)
         known_as = tuple(key)
         try:
             known = self._known[known_as]
@@ -189,8 +193,6 @@ class ComputeLauncher(SimLauncher):
                 landing.pop(array.storage.written, None)
         info = self._info
         event = device.launch_for(stream, known.seconds, known.work_ns, info.name, not info.in_region)
-        for array in arrays:
-            array.storage.readers[stream] = event
         return event
 
     def _place(
@@ -258,8 +260,11 @@ class StoreLauncher(SimLauncher):
                 if not (written.stream is stream or _has_waited(stream, value)) or value.storage.home is not device:
                     return self._checked(args)
                 arrays.append(value)
-                raw.append(self._raw(value))
-            elif isinstance(value, np.generic) or len(raw) in info.host_inputs:
+                if value.data is None:  # as `_raw` does
+                    raw.append(value.storage.keep_stand_in(value.dtype, value.shape))
+                else:
+                    raw.append(self._raw(value))
+            elif type(value) in _NUMBERS or isinstance(value, np.generic) or len(raw) in info.host_inputs:
                 raw.append(value)
             else:
                 return self._checked(args)
@@ -314,6 +319,10 @@ class StoreLauncher(SimLauncher):
         self._count_held(held)
         depends = latest_events([*events, *[array.written for array in arrays]] if arrays else events)
         return SimOpaque(output, depends, device) if depends else output
+
+
+_NUMBERS = frozenset(np.dtype(code).type for code in "?bBhHiIlLqQfd")
+"""Types of the numbers that a region counts with; others take more steps."""
 
 
 class _Known(NamedTuple):

@@ -137,7 +137,7 @@ class Storage:
         pool: the stream for which it was allocated, and which may overwrite it as soon as it is free.
         nbytes: its size.
         written: the work that filled it.
-        readers: the latest work of each stream that read it.
+        readers: the latest work of each other stream that read it; None for none.
         array: NumPy's array of this memory, to be overwritten at the end; None if other code may still use it: values
             of state, constants, values without data.
     """
@@ -159,7 +159,7 @@ class Storage:
         self.written = written
         self.nbytes = nbytes
         self.array = array
-        self.readers: dict[SimStream, SimEvent] = {}
+        self.readers: dict[SimStream, SimEvent] | None = None
 
     def __repr__(self) -> str:
         return f"<Storage of {self.written.label} on {self.home.name}, {self.nbytes} B>"
@@ -169,12 +169,19 @@ class Storage:
             return
         # May run on any thread, inside any call: `credit` takes no lock, and hazards are noted here and raised later.
         # Where only the pool's own stream touched the memory, its order is enough, and nothing is checked.
-        home, pool, readers = self.home, self.pool, self.readers
+        home = self.home
         home.memory.credit(self._charge)
-        if self.written.stream is not pool or len(readers) != (pool in readers):
+        if self.readers is not None or self.written.stream is not self.pool:
             home.machine.check_reuse(self)
         if self.array is not None:
             poison(self.array)
+
+    def read_by(self, event: SimEvent) -> None:
+        """Note the latest work of a stream that reads the memory; work of its pool comes before what overwrites it."""
+        if event.stream is not self.pool:
+            if self.readers is None:
+                self.readers = {}
+            self.readers[event.stream] = event
 
     def keep_stand_in(self, dtype: DType, shape: Shape) -> Placed:
         """`keep` memory that has no data; return what state keeps in place of its array."""
@@ -368,13 +375,15 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
     found = _NO_DATA.get(dtype)
     if found is None:
         number = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
-        found = _NO_DATA[dtype] = number[()], number.tobytes()
+        is_buffer = dtype.isbuiltin == 1 and dtype.kind in "biufc"  # Python knows it, and an array is made of it
+        found = _NO_DATA[dtype] = number[()], number.tobytes(), is_buffer
+    number, element_bytes, is_buffer = found
     if not shape:
-        return found[0]
+        return number
     # Of bytes, which are read-only: all that look into it are known to be so, and state need not copy it.
-    element = np.ndarray.__new__(StandIn, (), dtype, found[1])
+    element = _new_array(StandIn, (), dtype, element_bytes)
     element.storage = storage
-    if dtype.isbuiltin == 1 and dtype.kind in "biufc":  # one that Python knows as a buffer, and an array is made of
+    if is_buffer:
         return np.ndarray(shape, dtype, element, 0, (0,) * len(shape))
     return np.broadcast_to(element, shape)
 
@@ -382,5 +391,7 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
 # Only for arrays that no state keeps: each of these stands for a storage of its own.
 _shared_no_data = lru_cache(256)(no_data)
 
-_NO_DATA: dict[DType, tuple[Placed, bytes]] = {}
-"""A number for each dtype, and its bytes, which all that `no_data` returns look into."""
+_NO_DATA: dict[DType, tuple[Placed, bytes, bool]] = {}
+"""A number for each dtype, its bytes, which all that `no_data` returns look into, and whether a buffer may have it."""
+
+_new_array = np.ndarray.__new__
