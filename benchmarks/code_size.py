@@ -28,9 +28,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 11_060,
-    "asyncflow/runtime/": 10_830,
+    "asyncflow/runtime/": 10_900,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 7_635,
+    "asyncflow/devices/": 7_660,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_540,

@@ -194,6 +194,17 @@ def test_a_trace_is_shown_in_a_line() -> None:
     assert "0 firings, 2 dropped" in repr(trace)
 
 
+async def test_traces_with_equal_records_are_equal(session: af.Session, value: af.Tensor) -> None:
+    trace = af.Trace()
+    await run(session, value, trace)
+    same = af.Trace(firings=trace.firings, runs=trace.runs, memory=trace.memory, transfers=trace.transfers)
+    assert trace.firings
+    assert same == trace
+    same.firings.pop()
+    assert same != trace
+    assert trace != "trace"
+
+
 def test_another_detail_is_refused() -> None:
     with pytest.raises(ValueError, match="the detail of a trace is 'node' or 'region'; got 'regions'"):
         af.Trace(detail="regions")  # type: ignore[arg-type]

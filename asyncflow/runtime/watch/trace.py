@@ -263,6 +263,17 @@ class Trace:
                 self._unmade_count -= len(firings)
                 self._unmade.popleft()
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return self._compared() == other._compared()
+
+    __hash__ = None  # type: ignore[assignment]  # records are added as time goes by
+
+    def _compared(self) -> tuple[object, ...]:
+        records = self.firings, self.runs, self.memory, self.transfers
+        return self.capacity, self.detail, self.dropped, *records
+
     def __repr__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""
         return (
