@@ -76,6 +76,7 @@ class Swapping(Mover):
         super().__init__(account, spaces, ns_per_byte=ns_per_byte)
         self.is_at_rest = True
         self.rest_sample = self.moves.sample()
+        # By identity, and weak: a store that is dropped takes its values with it, and there is nothing to move.
         self._resting: dict[int, weakref.ref[RestingLog]] = {}
         # By run, once the device is lost: saved values that are gone with it, and those that were away.
         self._gone: tuple[_Values, _Values] = (defaultdict(Counter), defaultdict(Counter))
@@ -141,6 +142,7 @@ class Swapping(Mover):
         """Note that a store begins: let stores keep their values if no value is known and no trace asks for moves."""
         if not (self.is_at_rest or self._copies) and self.moves.is_empty:
             with self._locked():
+                # Nothing moves at rest, so that one sample serves every launch until then.
                 self.rest_sample = self.moves.sample()
                 self.is_at_rest = self.moves.is_empty
 
@@ -149,6 +151,7 @@ class Swapping(Mover):
         self.is_at_rest = False
         resting, self._resting = self._resting, {}
         logs = [log for reference in list(resting.values()) if (log := reference()) is not None]
+        # By iteration and not by store, as a gradient reads the values of one iteration together.
         first: dict[tuple[int, str], int] = {}
         for number, log in enumerate(logs):
             first.setdefault(log.source, number)

@@ -64,7 +64,7 @@ def run_on(kind: Kind, limit: int, seed: int) -> tuple[Any, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_wide_programs_stay_within_their_limit_or_say_what_is_missing(kind: Kind, seed: int) -> None:
+def test_wide_programs_stay_within_their_limit_or_end_with_an_error(kind: Kind, seed: int) -> None:
     """Behaviour 109."""
     with af.Graph():
         *_, values = branches(seed)

@@ -24,6 +24,7 @@ WHOLE: Final = frozenset({LOOP, "region"})
 """Ops of several nodes that ran as a whole."""
 
 
+# Records are tuples, as a trace may hold a million: an object with a `__dict__` would take several times the memory.
 class Firing(NamedTuple):
     """A firing of a node: the times at which it became ready, its kernel started, and its outputs were there.
 
@@ -213,6 +214,7 @@ class Trace:
         self.order: PickLog | None = None
         self._firings = list(firings)
         self._memory = list(memory)
+        # A launch of a simulated card adds a function here: to make its records takes as long as to simulate it.
         self._unmade: deque[Callable[[], _Records]] = deque()
         self._unmade_count = 0
         self._inner: list[Trace] = []  # made inside the block, and not yet added
@@ -253,9 +255,10 @@ class Trace:
             self._unmade.append(make)
 
     def _make(self) -> None:
-        if not self._unmade_count:
+        if not self._unmade_count:  # without the lock, as nearly every reader leaves here
             return
         with _making:
+            # What fails to be made stays the first, so that the next reader gets the error again, and no gap.
             while self._unmade:
                 firings, samples = self._unmade[0]()
                 self._firings += firings
@@ -292,6 +295,7 @@ class Trace:
         self._inner.clear()
 
     def _add(self, inner: Trace) -> None:
+        # Beyond the capacity the first firings stay, as they do where one trace records more than that.
         room = max(0, self.capacity - self.count)
         self.firings.extend(inner.firings[:room])
         self.dropped += inner.dropped + len(inner.firings[room:])
@@ -309,6 +313,7 @@ current_trace = _current.innermost
 
 
 Writer = Callable[[Trace, Path], None]
+# A list of one at most, which a function can fill without a `global` statement.
 _writers: list[Writer] = []
 
 
