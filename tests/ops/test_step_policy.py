@@ -182,6 +182,32 @@ def test_a_policy_that_returns_something_else_is_named(kind: type[Shared], found
 
 
 @KINDS
+@pytest.mark.parametrize("until", [lambda now_s: now_s - 0.1, lambda now_s: np.nan, lambda now_s: "soon"])
+def test_a_policy_that_waits_for_no_time_to_come_is_named(kind: type[Shared], until: Callable[[float], Any]) -> None:
+    """It would be asked again and again at one time, or never."""
+    asked = 0
+
+    def early(step: af.NextStep) -> af.WaitUntil:
+        nonlocal asked
+        asked += 1
+        assert asked < 1_000, "asked again and again at one time"
+        return af.WaitUntil(until(step.now_s))
+
+    shared = kind(early)
+
+    async def main() -> Exception:
+        async with af.Session(shared.graph) as session:
+            with pytest.raises(af.KernelError) as caught:
+                await shared.run(session, 0, timeout=1.0)
+            assert isinstance(caught.value.__cause__, ValueError)
+            return caught.value.__cause__
+
+    told = str(run(main))
+    assert "early, the policy of" in told
+    assert "returned WaitUntil(time_s=" in told
+
+
+@KINDS
 def test_members_leave_while_the_policy_has_all_of_them_wait(kind: type[Shared]) -> None:
     """By a deadline or a cancellation; and a session that ends waits for no policy."""
     shared = kind(lambda step: af.WaitUntil())

@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncflow.errors import GraphError
 
+#: By how much a time may have passed: ``now_s - since_s >= 0.002`` and ``now_s >= since_s + 0.002`` round differently.
+_ROUNDING_S = 1e-6
+
 
 class WaitingMember(NamedTuple):
     """A member that waits to join a step.
@@ -60,7 +63,7 @@ class WaitUntil(NamedTuple):
 
     Attributes:
         time_s: when to ask the policy again, on the clock of `NextStep.now_s`; it is also asked when a member comes or
-            leaves, and after each step.
+            leaves, and after each step. A time that has passed is an error of the policy.
     """
 
     time_s: float = math.inf
@@ -108,6 +111,7 @@ def decide(policy: StepPolicy, step: NextStep, label: str) -> tuple[int, float]:
     Raises:
         Exception: the policy raised it, as a note says.
         TypeError: the policy gave something else.
+        ValueError: the policy waits for a time that has passed, or for no number. Waiting so would ask it without end.
     """
     room = int(min(len(step.waiting), max(step.capacity - step.joined, 0)))
     try:
@@ -116,7 +120,13 @@ def decide(policy: StepPolicy, step: NextStep, label: str) -> tuple[int, float]:
         error.add_note(f"raised by {name_of(policy)}, the policy of {label}")
         raise
     if isinstance(found, WaitUntil):
-        return 0, found.time_s
+        again_s: object = found.time_s
+        if not isinstance(again_s, numbers.Real) or not float(again_s) >= step.now_s - _ROUNDING_S:
+            raise ValueError(
+                f"{name_of(policy)}, the policy of {label}, returned {found!r} at {step.now_s!r}; the time is a "
+                "number, and not past: to begin a step now, return the number of members that join"
+            )
+        return 0, float(again_s)
     if isinstance(found, bool) or not isinstance(found, numbers.Integral) or int(found) < 0:
         raise TypeError(
             f"{name_of(policy)}, the policy of {label}, returned {found!r}; a policy returns the number of members "
