@@ -228,3 +228,19 @@ def test_unknown_sizes_are_told_from_known_ones() -> None:
         for _ in range(3):
             costs.observe(size, taken_ns)
     assert [costs.likely_ns(size) for size in (1, 6, 11, 16, 21, 31)] == [24.0, 44.0, 64.0, 84.0, 104.0, 144.0]
+
+
+def test_larger_calls_are_tried_where_their_times_are_old_ones() -> None:
+    """Calls of 8 once took as long as 80 calls of one, which is too late here: only a try tells that they do not."""
+
+    def first_size(seed: int, each_ns: float) -> int:
+        costs, batcher = CallCosts(), Batcher[Named](seed)
+        for size, taken_ns in ((1, 3.0 * MS), (8, 3.0 * MS + 7 * each_ns)):
+            for _ in range(3):
+                costs.observe(size, taken_ns)
+        for name in range(8):
+            batcher.offer("lane", costs, af.Batch(MOST), Named(name, deadline_ns=10.0 * MS))
+        return sum(len(call.members) for call in batcher.take(0, is_idle=True))
+
+    assert {first_size(seed, 35.0 * MS) for seed in range(100)} == {1, 2}
+    assert {first_size(seed, 2.5 * MS) for seed in range(100)} == {3}  # such times may well hold

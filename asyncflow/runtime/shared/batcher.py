@@ -236,13 +236,13 @@ class Lane(Generic[M]):
             self.add(member)
         size = size_in_time([lines[priority] for priority in sorted(lines)], now_ns, self.most, self._safe_ns)
         if not size:
-            return self._take_reachable(1, now_ns + self.costs.likely_ns(1)) or self.take(int(tries))
-        return self._take_reachable(size, now_ns + self._safe_ns(size))
+            return self.take_reachable(1, now_ns + self.costs.likely_ns(1)) or self.take(int(tries))
+        return self.take_reachable(size, now_ns + self._safe_ns(size))
 
     def _safe_ns(self, size: int) -> float:
         return _SAFE * self.costs.likely_ns(size)
 
-    def _take_reachable(self, size: int, end_ns: float) -> list[M]:
+    def take_reachable(self, size: int, end_ns: float) -> list[M]:
         """Return the next `size` members at most whose deadlines are not before `end_ns`."""
         late = [member for member in self.waiting if member.deadline_ns < end_ns]
         for member in late:
@@ -438,12 +438,17 @@ class Batcher(Generic[M]):
             return [lane.take(lane.chosen)]
         tries = self.is_ending or self._random.randrange(_TRY) == 0
         chosen, costs = lane.chosen, lane.costs
-        if len(lane) > 1 and self._random.randrange(EXPLORE) == 0:  # another number than the best known one
+        explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
+        if explores:  # another number than the best known one
             if costs.fits is not None:
                 costs.fits *= 2  # there may be more memory now
             chosen = min(len(lane), lane.most)
         members = lane.fit(lane.take(chosen), now_ns, tries=tries)
         size = len(members)
+        if explores and lane.policy.max_bytes is None and costs.likely_ns(2 * size) > 2 * costs.likely_ns(size):
+            # No call takes longer than its halves one by one, unless that is an old time; such calls seem too late.
+            members += lane.take_reachable(min(size, chosen - size), now_ns + costs.likely_ns(1))
+            size = len(members)
         if not size:
             return []
         count = 1 if lane.policy.cost == "none" else costs.parts(size, self._random)
