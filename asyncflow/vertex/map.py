@@ -97,8 +97,7 @@ def vertex_map(
             for each; one thread launches for a card, which loses by it.
         share: True computes sets of this run together with sets of other runs of the session, such as set 7 of one and
             set 0 of another. It is meant for many requests of one graph or a few each. It takes one function and one
-            stream, and no gradient goes through it. What the functions of ``gather_all`` compute for each child may not
-            draw random numbers then.
+            stream, and no gradient goes through it.
         name: what names of its nodes begin with.
 
     Raises:
