@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 11_060,
-    "asyncflow/runtime/": 10_900,
+    "asyncflow/runtime/": 10_915,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 7_660,
     "asyncflow/graph/": 3_020,

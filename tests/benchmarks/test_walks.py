@@ -13,7 +13,7 @@ MOST = {
     "threaded": 100,
     "Send/Recv": 103,
     "pooled step": 489,
-    "batched call": 289,
+    "batched call": 279,
     "CUDA": 284,
     "compile": 800,
     "gradient": 1520,

@@ -222,6 +222,25 @@ def test_limits_of_size_and_bytes() -> None:
     assert drained(offered(2, af.Batch(8, max_bytes=5, cost="none"), nbytes=10)) == [[0], [1]]
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_calls_without_policy_delay_and_deadline_are_decided_by_numbers(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("every pass of the event loop would take longer")
+
+    for seen in ("NextStep", "WaitingLine", "_seen", "size_in_time"):
+        monkeypatch.setattr(f"asyncflow.runtime.shared.batcher.{seen}", fail)
+    monkeypatch.setattr(Random, "randrange", lambda self, end: fail() if count == 1 else 1)
+    batcher = Batcher[Named]()
+    for name in range(count):
+        batcher.offer("", CallCosts(), af.Batch(8), Named(name))
+    assert [len(call.members) for call in batcher.take(0, is_idle=False)] == [8] * (count == 8)
+    if count < 8:
+        assert batcher.wake_ns(0) == inf
+        assert [len(call.members) for call in batcher.take(0, is_idle=True)] == [count]
+
+
 def test_a_delay_is_waited_for_unless_the_call_is_full() -> None:
     batcher: Batcher[Named] = Batcher()
     policy = af.Batch(3, max_delay_s=1e-6)

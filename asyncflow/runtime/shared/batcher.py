@@ -196,10 +196,15 @@ class Lane(Generic[M]):
     def drop_late(self, now_ns: int) -> None:
         """Remove members that are past their deadlines."""
         # A late member is due, and so stands in front. A due member need not be late: a second of waiting is enough.
-        for line in [line for line in self.waiting.by_priority.values() if _due_ns(line[0]) <= now_ns]:
-            for member in list(takewhile(lambda each: _due_ns(each) <= now_ns, line)):
-                if member.deadline_ns <= now_ns:
-                    self.discard(member)
+        for line in list(self.waiting.by_priority.values()):
+            if _due_ns(line[0]) <= now_ns:
+                for member in list(takewhile(lambda each: _due_ns(each) <= now_ns, line)):
+                    if member.deadline_ns <= now_ns:
+                        self.discard(member)
+
+    def halfway_s(self) -> float:
+        """Return when the first member of a priority has waited for half of the time until it is due."""
+        return min([first.offered_ns + _due_ns(first) for first in self.waiting.firsts()]) / 2e9
 
     # The first member is taken whatever its bytes: it would otherwise wait for ever.
     def take(self, size: int) -> list[M]:
@@ -215,13 +220,15 @@ class Lane(Generic[M]):
             taken.append(member)
         return taken
 
-    def fit(self, members: list[M], now_ns: int, *, tries: bool) -> list[M]:
+    def fit(self, members: list[M], now_ns: int) -> list[M]:
         """Return the members to call: the given members, or others, so that more are answered in time.
 
         Args:
             members: members taken from the line; all that are not called wait again.
             now_ns: the time.
-            tries: True to call a member even if it will probably be late, to learn whether the costs have changed.
+
+        Returns:
+            The members; none if several wait, and all of them will probably be late.
         """
         if self.policy.cost == "none" or (len(members) == 1 and not self.waiting):
             return members
@@ -236,7 +243,7 @@ class Lane(Generic[M]):
             self.add(member)
         size = size_in_time([lines[priority] for priority in sorted(lines)], now_ns, self.most, self._safe_ns)
         if not size:
-            return self.take_reachable(1, now_ns + self.costs.likely_ns(1)) or self.take(int(tries))
+            return self.take_reachable(1, now_ns + self.costs.likely_ns(1))
         return self.take_reachable(size, now_ns + self._safe_ns(size))
 
     def _safe_ns(self, size: int) -> float:
@@ -396,7 +403,7 @@ class Batcher(Generic[M]):
         members = [member for member in call.members if not member.is_gone]
         is_settled = len(call.members) == 1 or not divisible
         if lacks_memory and len(call.members) > 1:
-            call.lane.costs.fits = len(call.members) // 2  # for later calls as well; `_size` tries more now and then
+            call.lane.costs.fits = len(call.members) // 2  # for later calls as well; `_next` tries more now and then
         if not is_settled:
             # The halves stand in their order before the remaining parts: n members need at most 2 n - 1 calls in all.
             call.lane.suspects.extendleft(reversed(halves(members)))
@@ -436,14 +443,15 @@ class Batcher(Generic[M]):
             return []
         if lane.policy.policy is not None and not self.is_ending:
             return [lane.take(lane.chosen)]
-        tries = self.is_ending or self._random.randrange(_TRY) == 0
         chosen, costs = lane.chosen, lane.costs
         explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
         if explores:  # another number than the best known one
             if costs.fits is not None:
                 costs.fits *= 2  # there may be more memory now
             chosen = min(len(lane), lane.most)
-        members = lane.fit(lane.take(chosen), now_ns, tries=tries)
+        members = lane.fit(lane.take(chosen), now_ns)
+        if not members and (self.is_ending or self._random.randrange(_TRY) == 0):
+            members = lane.take(1)
         size = len(members)
         if explores and lane.policy.max_bytes is None and costs.likely_ns(2 * size) > 2 * costs.likely_ns(size):
             # No call takes longer than its halves one by one, unless that is an old time; such calls seem too late.
@@ -456,21 +464,31 @@ class Batcher(Generic[M]):
 
     def _decides(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
         """Ask the policy; return True if there is something to do: a call, or an error to tell of."""
-        costs, policy = lane.costs, lane.policy.policy
-        waiting: Sequence[WaitingMember] = WaitingLine(lane.waiting, _seen)
-        if policy is None or self.is_ending:
-            policy = LeastTime(costs, lane.policy, self.is_ending)
+        costs, policy = lane.costs, None if self.is_ending else lane.policy.policy
+        rule = LeastTime(costs, lane.policy, self.is_ending)
+        now_s, count, most = now_ns / 1e9, len(lane.waiting), lane.most
+        if policy is None and not rule.is_delayed:
+            # Most lanes are looked at here, several times for each call: plain numbers suffice.
+            again_s = rule.until_s(now_s, count, most, is_idle, lane.halfway_s)
+            lane.chosen = 0 if now_s < again_s else rule.size(count, most)
         else:
             # Users may keep what they are told; the view is of the line, and changes with it.
-            waiting = tuple(waiting)
-        step = NextStep(now_ns / 1e9, waiting, 0, lane.most, is_idle, lambda size: costs.predict_ns(size) / 1e9)
-        try:
-            lane.chosen, again_s = decide(policy, step, lane.label)
-        except Exception as error:
-            # A call is made all the same, which fails at once: its members are told as of any other failure.
-            lane.chosen, again_s, lane.failure = len(lane), inf, error
+            line = WaitingLine(lane.waiting, _seen)
+            step = NextStep(
+                now_s,
+                line if policy is None else tuple(line),
+                0,
+                most,
+                is_idle,
+                lambda size: costs.predict_ns(size) / 1e9,
+            )
+            try:
+                lane.chosen, again_s = decide(rule if policy is None else policy, step, lane.label)
+            except Exception as error:
+                # A call is made all the same, which fails at once: its members are told as of any other failure.
+                lane.chosen, again_s, lane.failure = count, inf, error
         # Rounding to nanoseconds must not give the present time again, at which a virtual clock would stand still.
-        lane.asked_again_ns = max(again_s * 1e9, now_ns + 1)
+        lane.asked_again_ns = inf if lane.chosen else max(again_s * 1e9, now_ns + 1)
         return lane.chosen > 0
 
     def _free(self, call: BatchCall[M]) -> None:

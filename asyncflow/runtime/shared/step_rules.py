@@ -36,6 +36,8 @@ class WaitingLine(Sequence[WaitingMember], Generic[M]):
         seen: makes what policies see of a member.
     """
 
+    __slots__ = ("_count", "_line", "_seen")
+
     def __init__(self, line: PriorityLine[float, M], seen: Callable[[M], WaitingMember]) -> None:
         self._line, self._seen, self._count = line, seen, len(line)
 
@@ -80,7 +82,7 @@ def in_groups(step: NextStep) -> int | WaitUntil:
     return len(step.waiting) if len(step.waiting) >= step.joined or step.now_s >= until_s else WaitUntil(until_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeastTime:
     """The rule of batched functions: a call is made when nothing else can go on, for as many as take the least time.
 
@@ -101,23 +103,32 @@ class LeastTime:
 
     def __call__(self, step: NextStep) -> int | WaitUntil:
         """See the class."""
-        batch, count = self.batch, len(step.waiting)
-        most = int(min(step.capacity, batch.max_size))
-        if count < batch.max_size and step.now_s < (until_s := self._until_s(step, most)):
-            return WaitUntil(until_s)
-        return count if batch.cost == "none" or count == 1 else self.costs.best(count, most)
+        waiting, count, most = step.waiting, len(step.waiting), int(min(step.capacity, self.batch.max_size))
+        if self.is_delayed and count < self.batch.max_size:
+            until_s = self._delayed_until_s(waiting)
+        else:
+            until_s = self.until_s(step.now_s, count, most, step.is_idle, lambda: first_halfway_s(waiting))
+        return WaitUntil(until_s) if step.now_s < until_s else self.size(count, most)
 
-    def _until_s(self, step: NextStep, most: int) -> float:
-        if self.batch.max_delay_s and not self.is_ending:
-            return self._delayed_until_s(step.waiting)
-        halfway_s = first_halfway_s(step.waiting)
-        if not step.is_idle:  # asked again once others have gone on
-            return -inf if step.now_s >= halfway_s else inf
+    @property
+    def is_delayed(self) -> bool:
+        """Return True if calls are made after `max_delay_s`, and not when nothing else can go on."""
+        return self.batch.max_delay_s > 0 and not self.is_ending
+
+    def until_s(self, now_s: float, count: int, most: int, is_idle: bool, halfway_s: Callable[[], float]) -> float:
+        """Return until when `count` members wait where calls are not delayed; minus infinity for a call now."""
+        if count >= self.batch.max_size:
+            return -inf
+        if not is_idle:  # asked again once others have gone on
+            return -inf if now_s >= halfway_s() else inf
         if self.is_ending or self.batch.cost == "none":
             return -inf
-        now_ns = round(step.now_s * 1e9)
-        until_ns = self.costs.returns.waits_until_ns(self.costs, len(step.waiting), most, now_ns)
-        return min(until_ns / 1e9, halfway_s)
+        until_ns = self.costs.returns.waits_until_ns(self.costs, count, most, round(now_s * 1e9))
+        return -inf if until_ns == -inf else min(until_ns / 1e9, halfway_s())
+
+    def size(self, count: int, most: int) -> int:
+        """Return how many of `count` members join a call that is made now."""
+        return min(count, most) if self.batch.cost == "none" or count == 1 else self.costs.best(count, most)
 
     def _delayed_until_s(self, waiting: Sequence[WaitingMember]) -> float:
         first = min(waiting, key=attrgetter("deadline_s"))
