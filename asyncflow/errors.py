@@ -62,7 +62,7 @@ The last of them are regions, which the compiler has written.
 _GENERATED = f"{__package__}."
 """Begins the names of modules whose dataclasses have an `__init__`, whose code stands in no file."""
 
-_STARTERS = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
+_STARTERS: tuple[str, ...] = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
 """Files that stand below a task or thread in the call stack."""
 
 

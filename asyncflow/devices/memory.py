@@ -216,7 +216,7 @@ class MemoryAccount:
         """Return the peak of bytes held since the last call with the same name, and the bytes held now."""
         with self._lock:
             self._settle()
-            # Each allocation raises one counter, `_lap`, whoever measures. Any call here ends that lap for all: its
+            # Each allocation raises one counter, `_lap`, whoever measures. A call here ends that lap for all: its
             # peak is first added to the laps of the other names, which so miss nothing.
             self._laps.setdefault(of, 0)
             for name, most in self._laps.items():

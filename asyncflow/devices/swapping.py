@@ -66,7 +66,6 @@ class Swapping(Mover):
         start_ns: expected nanoseconds that starting a copy takes the thread that launches kernels.
         has_file: True if a value may be in a file, whose reads no stream can wait for: launching waits instead.
         is_at_rest: True while stores keep their values themselves, and none of these is away.
-        rest_sample: `SavedMoves.sample` during that time.
     """
 
     has_file = False
@@ -75,7 +74,6 @@ class Swapping(Mover):
     def __init__(self, account: MemoryAccount, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
         super().__init__(account, spaces, ns_per_byte=ns_per_byte)
         self.is_at_rest = True
-        self.rest_sample = self.moves.sample()
         # By identity, and weak: a store that is dropped takes its values with it, and there is nothing to move.
         self._resting: dict[int, weakref.ref[RestingLog]] = {}
         # By run, once the device is lost: saved values that are gone with it, and those that were away.
@@ -142,8 +140,6 @@ class Swapping(Mover):
         """Note that a store begins: let stores keep their values if no value is known and no trace asks for moves."""
         if not (self.is_at_rest or self._copies) and self.moves.is_empty:
             with self._locked():
-                # Nothing moves at rest, so that one sample serves every launch until then.
-                self.rest_sample = self.moves.sample()
                 self.is_at_rest = self.moves.is_empty
 
     def _wake(self) -> None:

@@ -88,8 +88,7 @@ class _Elements:
         return np.True_
 
     def _following(self) -> Nest:
-        found = self._known[self.value]
-        if isinstance(found, Exception):
+        if isinstance(found := self._known[self.value], Exception):
             raise found
         return found
 

@@ -44,5 +44,5 @@ def test_readers_are_led_to_the_page(page: str) -> None:
 
 def test_the_page_names_users_not_served_by_asyncflow() -> None:
     page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
-    assert "## For whom asyncflow is not" in page
+    assert "## When to use something else" in page
     assert "](performance.md" in page

@@ -145,17 +145,21 @@ class StoreVersion(Generic[Entry]):
 
     Attributes:
         log: the log, shared with other versions.
-        held: the log, for the account of a device that has a limit.
         length: number of its entries that this version sees.
         nbytes: bytes of their values, for the profiler; counted as they come, since it is asked for in each iteration.
     """
 
-    __slots__ = ("held", "length", "log", "nbytes")
+    __slots__ = ("length", "log", "nbytes")
 
     def __init__(self, log: StoreLog[Entry], length: int, nbytes: int) -> None:
-        self.log = self.held = log
+        self.log = log
         self.length = length
         self.nbytes = nbytes
+
+    @property
+    def held(self) -> StoreLog[Entry]:
+        """The log, for the account of a device that has a limit."""
+        return self.log
 
     def entries(self) -> Sequence[Entry]:
         """The entries that this version sees."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, is
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array, Namespace
 
+_Element: TypeAlias = "Array | tuple[int, ...]"
+
 
 class ArrayContent(NamedTuple):
     """All that a state of an array on the host holds, as plain values: for a record of a run.
@@ -41,7 +43,7 @@ class ArrayContent(NamedTuple):
     kind: ArrayKind
     size: int
     common: Common
-    elements: Mapping[int, Array | tuple[int, ...]]
+    elements: Mapping[int, _Element]
 
     def text(self) -> str:
         """Return the text of the content: properties, then a column of indices and a column of values."""
@@ -60,7 +62,7 @@ class ArrayContent(NamedTuple):
         Raises:
             ValueError, TypeError, AttributeError, GraphError: it is the text of something else.
         """
-        found = cast("tuple[Spec, bool, bool, int, Spec | None, Sequence[int], Sequence[Any]]", parse_value(text))
+        found = cast("tuple[Spec, bool, bool, int, Spec | None, Sequence[int], Sequence[_Element]]", parse_value(text))
         spec, dynamic_size, clear_after_read, size, common, numbers, values = found
         # An element that was read for the last time has a shape alone.
         if not all(isinstance(each, tuple) or getattr(each, "dtype", None) == spec.dtype for each in values):
@@ -185,7 +187,7 @@ class ArrayValue:
         with store.family.lock:
             store.require_open()
             target = store.newest_at(self._version)
-            # Any written element is in the way: rows are all of the array.
+            # A written element is in the way: rows are all of the array.
             target.require_unwritten(next(iter(target.elements), 0))
             target.latest += 1
             target.rows = Rows(values, target.latest)

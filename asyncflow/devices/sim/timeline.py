@@ -266,10 +266,8 @@ class Timeline(LaunchingDevice[SimStream]):
         if type(spans) is CountedSpans:
             spans.append(None)
             return
-        if swapping is None:
-            moved: tuple[int, ...] = ()
-        else:  # not by `Swapping.sample`, which takes a lock: one thread drives all simulated devices
-            moved = swapping.rest_sample if swapping.is_at_rest else swapping.moves.sample()
+        # Not by `Swapping.sample`, which takes a lock: one thread drives all simulated devices.
+        moved: tuple[int, ...] = () if swapping is None else swapping.moves.sample()
         spans += (label, role, started_ns, ended_ns, nbytes, self.machine.loop.now_ns, self.memory.used, moved)
 
 

@@ -45,7 +45,7 @@ from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rul
 from asyncflow.ops.user.results import require_rows
 from asyncflow.values import Array, Conduct, Kernel, Namespace, Value
 
-_State: TypeAlias = "tuple[Array, Iterator[tuple[Value, ...]], float, list[Any]]"
+_State: TypeAlias = "tuple[Array, Iterator[tuple[Value, ...]], float, list[Value]]"
 
 Number = TypeVar("Number")
 """A number of one row, or of all rows."""
@@ -312,7 +312,7 @@ class RowKernel(PausingKernel):
         return self.go_on(numbers, rows, limit_ns, [])
 
     def go_on(
-        self, numbers: Array, rows: Iterator[tuple[Value, ...]], limit_ns: float, results: list[Any]
+        self, numbers: Array, rows: Iterator[tuple[Value, ...]], limit_ns: float, results: list[Value]
     ) -> Paused | tuple[Array, ...]:
         """Compute the rows that have no results yet, until all have or calls took longer than `limit_ns`."""
         of_row, started = self.of_row, perf_counter_ns()

@@ -5,7 +5,7 @@ Rules (EuroSys '18, fig. 5):
 1. A *token* is a value, or `Dead`, arriving at a node under a *tag*: the path of (frame, iteration) pairs that names
    one execution context. Here a tag is an `Iteration` object; tokens of one tag meet in its ``values``.
 2. A node fires when all its inputs of one tag have arrived. Control inputs count as inputs.
-3. Any dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
+3. A dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
 4. Switch passes its value to one side and makes the other dead.
 5. Merge fires with its first live input, or dead when all are dead, once all its control inputs have arrived; their
    deadness is ignored. A second live input is an error. ControlTrigger ignores deadness too.

@@ -219,7 +219,7 @@ class PickLog:
             self.answers[place] = self._calls[place]
         if place is None or not asks_others(node.source):
             return
-        # Any other error is raised again by computing it, from the same values.
+        # Another error is raised again by computing it, from the same values.
         self.answers[place] = COMPUTED
         if isinstance(error, QueueClosedError):
             self.answers[place] = RecordedEnd(error.reason, error.queue, error.left)

@@ -57,6 +57,15 @@ def is_small_spec(spec: Spec) -> bool:
     return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
 
 
+def is_light(nodes: Iterable[Node]) -> bool:
+    """Return True if all values of these nodes, also in their bodies, are known to be small."""
+    return all(
+        all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
+        and all(is_light(body.nodes) for body in node.subgraphs)
+        for node in nodes
+    )
+
+
 SAVES = (SAVE, SAVE_FIRST, CHECKPOINT)
 """Ops that save their third input, or may, depending on their second input, the number of the iteration."""
 

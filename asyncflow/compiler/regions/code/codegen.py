@@ -24,7 +24,7 @@ from typing import TypeVar
 from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
-from asyncflow.compiler.program.kernels.kernels import asks_for_memory, is_small_spec, waits_for_saved
+from asyncflow.compiler.program.kernels.kernels import asks_for_memory, is_light, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.code.buffers import (
     Buffers,
     carried_results,
@@ -129,7 +129,7 @@ class RegionGenerator(Source):
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = KnownNames()
         self.put_line(self.region.nodes, self.region.outputs, block)
-        if self.phases and self.phases[-1].is_loop and not _is_light(self.phases[-1].nodes):
+        if self.phases and self.phases[-1].is_loop and not is_light(self.phases[-1].nodes):
             self.phases.append(Phase(len(self.lines) + 1, []))
             self.part(block)  # the loop's counter is gone with the function
         outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
@@ -292,7 +292,7 @@ class RegionGenerator(Source):
             return
         # A budget was found by iterations of another loop, and may be far too high for this one.
         is_misleading = self.is_generator and isinstance(node, WhileNode)
-        if is_misleading or not _is_light(last.nodes) or not _is_light([node]):
+        if is_misleading or not is_light(last.nodes) or not is_light([node]):
             self.part(block)
 
     def part(self, block: KnownNames) -> None:
@@ -474,7 +474,7 @@ class RegionGenerator(Source):
         self.line(block, f"{counter} = 0")
         if block.depth == 1:
             self.phases[-1].counter = counter
-        elif follows_loop and not (block.loops and _is_light(condition.nodes) and _is_light(body.nodes)):
+        elif follows_loop and not (block.loops and is_light(condition.nodes) and is_light(body.nodes)):
             self.part(block)  # as between phases
         changed = self.in_place(node, self.can_change, changed_in_place)
         owned = [self.put_owned(node, place, nodes, variables[place], block) for place, nodes in changed]
@@ -694,12 +694,3 @@ class RegionGenerator(Source):
             rebound.add(variable)
         for variable, value in moves:
             self.line(block, f"{variable} = {value}")
-
-
-def _is_light(nodes: Iterable[Node]) -> bool:
-    """Return True if all values of these nodes, also in their bodies, are known to be small."""
-    return all(
-        all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
-        and all(_is_light(body.nodes) for body in node.subgraphs)
-        for node in nodes
-    )

@@ -1,6 +1,6 @@
 """Values on a CUDA device that outlive a run, and that kernels of other sessions may read: see `CudaHolder`.
 
-A session's variable is read by that session alone. Any session may read a container's variable, on any device, event
+A session's variable is read by that session alone. Every session may read a container's variable, on any device, event
 loop and thread, while the writing session goes on or after it was closed. So nothing here asks the writer. A reader
 records an event on the writer's stream by itself, behind all work given to that stream by then. It then copies the
 array, and refers to it until the copy is done.
