@@ -41,7 +41,7 @@ LISTED = 30
 SHARE_S = 0.05
 """The tests of one function take about so much together in a run, or only a part of them runs."""
 
-MOST_PARTS = 5
+MOST_PARTS = 12
 
 WORK_S = 0.007
 """Time of `_work` on a quiet machine like CI's."""

@@ -65,7 +65,7 @@ def test_what_takes_more_than_its_share_is_divided() -> None:
         **{f"twice[{each}]": (SHARE_S / 5, False) for each in range(10)},
         **{f"a_part_of_four[{each}]": (SHARE_S / 3, False) for each in range(3)},
         **{f"became_cheap[{each}]": (SHARE_S / 9, False) for each in range(4)},
-        **{f"by_far[{each}]": (SHARE_S * 9, False) for each in range(9)},
+        **{f"by_far[{each}]": (SHARE_S * 9, False) for each in range(MOST_PARTS)},
         **{f"whole[{each}]": (SHARE_S * 9, False) for each in range(9)},
         "of_two[0]": (SHARE_S * 2, False),
         "of_two[1]": (SHARE_S * 2, False),
