@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +21,7 @@ import asyncflow as af
 from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.memory import CudaPool
 from benchmarks.trees import batch_of, complete, tree_lstm
+from benchmarks.walks import walked
 from tests.fake_cupy.module import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 
@@ -31,6 +30,9 @@ BATCH: Final = 4
 SIZE: Final = 8
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+
+ALLOCATION: Final = f"devices/cuda/memory.py: {CudaPool.malloc.__qualname__}"
+"""The name in a walk of the function that allocates an array in the memory of a card."""
 
 _OTHERS: Final = frozenset({"eventRecord", "streamWaitEvent", "poison"})
 """Entries of the stand-in's record that are neither kernels, graphs nor copies."""
@@ -230,31 +232,12 @@ async def found_for(build: Callable[[], Program], cupy: FakeCupy, **options: Any
         for _ in range(WARM_UPS + 2):
             await session.run(program.fetches, program.feeds)
         cupy.engine.launches.clear()
-        with counting_allocations() as allocations:
-            await session.run(program.fetches, program.feeds)
+        walk = await walked(lambda: session.run(program.fetches, program.feeds))
         names = Counter(name for _, name in cupy.engine.launches)
         copies, graphs = names["memcpyAsync"], names["graph"]
         kernels = sum(count for name, count in names.items() if name not in _OTHERS) - copies - graphs
         plan = session.plan(program.fetches, list(program.feeds)).explain()
-    return Found(Counts(kernels, graphs, copies, allocations.count), plan)
-
-
-class counting_allocations:  # noqa: N801 - used as a function is
-    """Inside, `count` counts the arrays that the host allocates in the memory of cards."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> counting_allocations:
-        def heard(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and frame.f_code is CudaPool.malloc.__code__:
-                self.count += 1
-
-        sys.setprofile(heard)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
+    return Found(Counts(kernels, graphs, copies, walk[ALLOCATION]), plan)
 
 
 async def count_all(**options: Any) -> dict[str, Found]:

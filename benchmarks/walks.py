@@ -61,15 +61,16 @@ async def walk_of(call: Callable[[], Awaitable[object]]) -> Walk:
     """The functions that a call walks through, once it has been made a few times."""
     for _ in range(WARM_UPS):
         await call()
-    return min([await _counted(call) for _ in range(TAKEN)], key=Counter.total)
+    return min([await walked(call) for _ in range(TAKEN)], key=Counter.total)
 
 
-async def _counted(call: Callable[[], Awaitable[object]]) -> Walk:
-    walked: Counter[Any] = Counter()
+async def walked(call: Callable[[], Awaitable[object]]) -> Walk:
+    """The functions that one call walks through."""
+    heard: Counter[Any] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            walked[frame.f_code] += 1
+            heard[frame.f_code] += 1
 
     sys.setprofile(note)
     try:
@@ -77,7 +78,7 @@ async def _counted(call: Callable[[], Awaitable[object]]) -> Walk:
     finally:
         sys.setprofile(None)
     named: Walk = Counter()
-    for code, times in walked.items():
+    for code, times in heard.items():
         if code.co_filename.startswith(PACKAGE):
             named[f"{Path(code.co_filename).relative_to(PACKAGE)}: {code.co_qualname}"] += times
     return named
@@ -156,7 +157,7 @@ async def compiling() -> Walk:
             with af.Graph():
                 x = af.placeholder("float32", ())
                 y = x * x + x
-            walks.append(await _counted(compiled))
+            walks.append(await walked(compiled))
         return min(walks[WARM_UPS:], key=Counter.total)
 
 
@@ -170,7 +171,7 @@ async def building_gradient() -> Walk:
         with af.Graph():
             x = af.placeholder("float32", ())
             _, y = af.while_loop(lambda i, v: i < 10, lambda i, v: (i + 1, v * x), (0, x))
-            return await _counted(built)
+            return await walked(built)
 
     walks = [await counted() for _ in range(WARM_UPS + TAKEN)]
     return min(walks[WARM_UPS:], key=Counter.total)

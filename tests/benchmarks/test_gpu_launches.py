@@ -8,7 +8,8 @@ from typing import Final
 import pytest
 
 from asyncflow.devices.cuda.memory import CudaPool
-from benchmarks.gpu_launches import PROGRAMS, Counts, counting_allocations, found_for
+from benchmarks.gpu_launches import ALLOCATION, PROGRAMS, Counts, found_for
+from benchmarks.walks import walked
 from tests.fake_cupy.stand_in import stand_in
 
 LAUNCHED: Final = {
@@ -57,12 +58,15 @@ def test_a_run_asks_as_much_of_a_card_as_the_table_says(name: str, expected: dic
         assert (found.counts.graphs > 0) is (name not in OBSTACLES)
 
 
-def test_allocations_are_counted_while_they_are_asked_for() -> None:
+async def test_allocations_are_counted_while_they_are_asked_for() -> None:
     with stand_in(devices=1) as cupy:
         pool = CudaPool(cupy, 0, "cuda:0")
         held = [pool.malloc(8)]
-        with counting_allocations() as allocations:
-            held += [pool.malloc(8), pool.malloc(0)]
+
+        async def allocate() -> None:
+            held.extend([pool.malloc(8), pool.malloc(0)])
+
+        walk = await walked(allocate)
         held.append(pool.malloc(8))
-        assert allocations.count == 2
-        del held
+        assert walk[ALLOCATION] == 2
+        held.clear()
