@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 from asyncflow.graph.ir import Node
@@ -52,7 +53,8 @@ class Phase:
         return bool(self.nodes) and isinstance(self.nodes[0], WhileNode)
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots, as `label` is kept in `__dict__` once a trace has asked for it.
+@dataclass(frozen=True)
 class RegionCode:
     """A generated function.
 
@@ -76,7 +78,6 @@ class RegionCode:
     conduct: Conduct
     phases: tuple[Phase, ...]
     launching: str = ""
-    _label: list[str] = field(default_factory=list)
 
     def phase_at(self, line: int) -> Phase | None:
         """Return the phase of a line of the source; the first for earlier lines, None without phases."""
@@ -84,14 +85,11 @@ class RegionCode:
             return None
         return self.phases[max(0, bisect_right(self.phases, line, key=attrgetter("line")) - 1)]
 
-    @property
+    @cached_property
     def label(self) -> str:
-        """Description of the region's content, in the user's names."""
-        if not self._label:  # a trace asks at every firing
-            loops = [phase.label for phase in self.phases if phase.is_loop]
-            nodes = [node for phase in self.phases for node in phase.nodes]
-            self._label.append(", ".join(loops) if loops else label_of(nodes))
-        return self._label[0]
+        """Description of the region's content, in the user's names; a trace asks for it at every firing."""
+        loops = [phase.label for phase in self.phases if phase.is_loop]
+        return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
 
     def place_of(self, error: BaseException) -> tuple[SourcePlace, tuple[int, ...], tuple[Value, ...]] | None:
         """Return the place where `error` was raised, the iteration numbers of the loops around it, and the node's
