@@ -195,6 +195,11 @@ def brief(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number and a noun, such as ``1 node`` or ``3 nodes``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def a_kind(kind: type) -> str:
     """Return the name of a type with its article: ``an int``, ``a tuple``, ``an ndarray``."""
     name = kind.__name__

@@ -32,6 +32,7 @@ from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
+from asyncflow.errors import counted
 from asyncflow.graph.builtin import IDENTITY
 from asyncflow.ops.rows.by_row import called_op
 from asyncflow.semantics.report import describe_races
@@ -63,9 +64,9 @@ class FiringWay(enum.IntEnum):
     SMALL = 0
     """Shapes are known and small, so the kernel runs on the event loop without being timed."""
     LIGHT = 1
-    """It may give a place in line, needs no context, and its results are small."""
+    """The kernel may return a place in line, needs no context, and has small results."""
     IN_LINE = 2
-    """It may give a place in line."""
+    """The kernel may return a place in line."""
     AWAITED = 3
     """The kernel is a coroutine."""
     TIMED = 4
@@ -350,7 +351,7 @@ class Plan:
     is_shared: bool = False
 
     def __repr__(self) -> str:
-        parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)
+        parts = (f"{counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)
         where = ", ".join(parts)
         return f"<Plan: {where}; explain() tells more>"
 
@@ -402,7 +403,7 @@ class Plan:
             *self.loops,
         ]
         for partition in self.partitions:
-            lines.append(f"partition on {partition.device}: {_counted(len(partition.nodes), 'node')}")
+            lines.append(f"partition on {partition.device}: {counted(len(partition.nodes), 'node')}")
             for path, frame in partition.frames.items():
                 name = f"frame {'/'.join(path)!r}, up to {frame.parallel_iterations} iterations" if path else "root"
                 lines.append(f"  {name}")
@@ -422,7 +423,7 @@ class Plan:
             for node in partition.nodes
             if node.way == FiringWay.SEND
         )
-        return [f"{source} sends {_counted(count, 'value')} to {target}" for (source, target), count in pairs.items()]
+        return [f"{source} sends {counted(count, 'value')} to {target}" for (source, target), count in pairs.items()]
 
     def _explain_batching(self) -> list[str]:
         lines: list[str] = []
@@ -467,10 +468,6 @@ def _explain_kernels(region: Node) -> Iterator[str]:
         if node.op is FUSED:
             kernel = kernel_source(node.attrs["chain"])
             yield f"# {node.name}: ({kernel.in_params}) -> ({kernel.out_params})\n{kernel.operation}\n"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _explain(node: PlanNode) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import Placed
+from asyncflow.errors import counted
 from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
@@ -73,8 +74,8 @@ class GraphCache(Generic[Graph]):
         """Say how many graphs there are by now, or why there will be none."""
         if self._refusal:
             return f"none is made: {self._refusal}"
-        made, seen = sum(not isinstance(found, int) for found in self._found.values()), len(self._found)
-        kinds = f"{made} made, for {seen} {'kind' if seen == 1 else 'kinds'} of inputs"
+        made = sum(not isinstance(found, int) for found in self._found.values())
+        kinds = f"{made} made, for {counted(len(self._found), 'kind')} of inputs"
         return f"{kinds}, and calls with inputs that have none" if self._has_other_inputs else kinds
 
     @property

@@ -58,7 +58,7 @@ class Resource:
     @property
     def signature(self) -> str:
         """Kind of the resource, equal for resources that may share a state in a container."""
-        return f"{a_kind(type(self))}"
+        return a_kind(type(self))
 
     def create_state(self) -> Any:
         """The initial state; called once per session (or container)."""

@@ -10,7 +10,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.host_values import find_host_values
-from asyncflow.compiler.regions.capturable import DEVICE_WHILE, is_device_loop, may_be_captured, why_not_captured
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, is_device_loop, why_not_captured, why_not_in_graph
 from asyncflow.compiler.regions.device_loops import make_device_loops
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.graph import Graph
@@ -41,7 +41,7 @@ def captured(fetch: af.Tensor) -> bool:
     """Return True if all nodes for `fetch` may be captured."""
     graph = working(fetch)
     on_host = find_host_values(graph)
-    return all(may_be_captured(node, on_host) for node in graph.nodes if node.op.name not in ("feed", "fetch"))
+    return all(why_not_in_graph(node, on_host) is None for node in graph.nodes if node.op.name not in ("feed", "fetch"))
 
 
 YES: dict[str, Callable[[af.Tensor, af.Tensor], af.Tensor]] = {

@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from asyncflow.compiler.program.host_values import add_host_values, computes_on_host
 from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.regions.regions import Region
+from asyncflow.errors import counted
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import WAITS, Op, host_inputs, runs_on_host
@@ -43,22 +44,13 @@ def why_not_captured(region: Region, on_host: AbstractSet[Tensor]) -> str | None
     """
     obstacles = [obstacle for node in region.nodes if (obstacle := why_not_in_graph(node, on_host)) is not None]
     if obstacles:
-        others = f", and {_counted(len(obstacles) - 1, 'node')} more" if len(obstacles) > 1 else ""
+        others = f", and {counted(len(obstacles) - 1, 'node')} more" if len(obstacles) > 1 else ""
         return f"{obstacles[0]}{others}"
     launches = _launches(region.nodes, on_host)
     copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
     if launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH:
         return None
-    return f"{_counted(launches, 'kernel')} would become a graph with {_counted(copies, 'array')} to copy, without gain"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def may_be_captured(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    """Return True if a CUDA graph can hold all of the node's work in a region."""
-    return why_not_in_graph(node, on_host) is None
+    return f"{counted(launches, 'kernel')} would become a graph with {counted(copies, 'array')} to copy, without gain"
 
 
 def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:

@@ -222,7 +222,7 @@ def describe(structure: Structure) -> str:
         count = len(structure.children)
         return f"{a_kind(kind)} of {count} value{'s' * (count != 1)}" if count else f"an empty {kind.__name__}"
     if kind in _registered:
-        return f"{a_kind(kind)}"
+        return a_kind(kind)
     keys = ", ".join(map(repr if issubclass(kind, dict) else str, structure.keys))
     return f"{a_kind(kind)} with {'keys' if issubclass(kind, dict) else 'fields'} {keys or 'none'}"
 
