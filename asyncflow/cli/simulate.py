@@ -55,10 +55,10 @@ def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Seq
         check_destination(path)
     trace = Trace(detail="region")  # and yet every kernel: what a region launches is recorded one by one
     called = Target.parse(target)
-    with simulated_loops(build) as machines, shown_progress(trace, machines), _rare_collections():
-        code = run_program(called, arguments, trace)
-    sys.stdout.flush()
     with _rare_collections():
+        with simulated_loops(build) as machines, shown_progress(trace, machines):
+            code = run_program(called, arguments, trace)
+        sys.stdout.flush()
         report = format_report(trace, machines[0].spec, machines)
     print(f"\n{report}")
     for path in outputs:
@@ -74,7 +74,7 @@ _YOUNG_OBJECTS = 20_000
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Let Python look for garbage less often: with its default of 700 that takes a quarter of a simulation's time."""
-    gc.freeze()  # what is there by now, such as modules, stays
+    gc.freeze()  # objects made before, such as modules, are not looked at again
     first, *others = thresholds = gc.get_threshold()
     if first:  # 0 turns the search off
         gc.set_threshold(max(first, _YOUNG_OBJECTS), *others)

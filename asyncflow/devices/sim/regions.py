@@ -30,13 +30,15 @@ class SimRegionLauncher:
         graphs: the CUDA graphs that it has become; None where it becomes none.
     """
 
-    __slots__ = ("_device", "_function", "_info", "_stream", "_whole", "graphs")
+    __slots__ = ("_device", "_function", "_info", "_is_noted", "_stream", "_whole", "graphs")
 
     def __init__(self, device: SimDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         self._info = info
         self._stream = device.compute_streams[info.stream]
         self.graphs: GraphCache[object] | None = GraphCache(info.name) if info.code.captures else None
+        # A region that could be a graph and is none notes the time that a graph would save.
+        self._is_noted = info.code.could_capture and self.graphs is None
         self._whole = driven(function) if is_generator else function
         self._function = function if is_generator else None
 
@@ -64,9 +66,8 @@ class SimRegionLauncher:
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
-            notes = self._info.code.could_capture and self.graphs is None
-            busy_ns = self._device.thread.busy_ns
-            taken_ns = -busy_ns.total() if notes else 0
+            is_noted, busy_ns = self._is_noted, self._device.thread.busy_ns
+            taken_ns = -busy_ns.total() if is_noted else 0
             self._device.charge("region")
             generator, budget = function(*inputs), None
             while True:
@@ -76,17 +77,17 @@ class SimRegionLauncher:
                 except StopIteration as ended:
                     outputs = ended.value
                     break
-                if notes:
+                if is_noted:
                     taken_ns += busy_ns.total()
                 budget = yield paused
-                if notes:
+                if is_noted:
                     taken_ns -= busy_ns.total()
             self._note(taken_ns + busy_ns.total(), inputs, outputs)
         return outputs
 
     def _note(self, taken_ns: int, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         """Note the time that a graph would have saved, if the region could be one and is none."""
-        if self._info.code.could_capture and self.graphs is None:
+        if self._is_noted:
             self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 
     def _begin(self, args: Sequence[Value]) -> list[Placed]:
