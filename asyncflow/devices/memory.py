@@ -216,8 +216,8 @@ class MemoryAccount:
         """Return the peak of bytes held since the last call with the same name, and the bytes held now."""
         with self._lock:
             self._settle()
-            # Each allocation raises one counter, `_lap`, whoever measures. A call here ends that lap for all: its
-            # peak is first added to the laps of the other names, which so miss nothing.
+            # All names share one counter, `_lap`, which each allocation raises. This call resets it, so its peak first
+            # goes into the laps of the other names.
             self._laps.setdefault(of, 0)
             for name, most in self._laps.items():
                 self._laps[name] = max(most, self._lap)

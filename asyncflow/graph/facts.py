@@ -96,8 +96,8 @@ SAME_FOR_ALL: Final = Purpose(
 """Runs share the node's value. Nodes that write are refused, too."""
 
 REPLACE: Final = Purpose(dict.fromkeys(Fact, "it does more than compute a value from its inputs"))
-"""Another computation takes the node's place: one while compiling, one for equal nodes or for all iterations of a loop,
-or one more for a gradient. Each `Op` has the answer at hand, as `Op.is_pure`.
+"""Another computation takes the node's place: at compile time, once for equal nodes or for all iterations of a loop, or
+again for a gradient. `Op.is_pure` holds the answer for each op.
 """
 
 MOVE: Final = Purpose(dict.fromkeys(set(Fact) - {Fact.DRAWS}, "it does more than compute a value"))

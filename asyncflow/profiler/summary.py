@@ -263,7 +263,7 @@ def _summarize_transfers(trace: Trace) -> tuple[TransferSummary, ...]:
 def _union(spans: Iterable[Span]) -> list[Span]:
     """The same time as spans of which none touches another, by start; it begins at 0."""
     found: list[Span] = []
-    # By start, so a span can only reach into the latest one of the union, and never into one that was closed.
+    # Spans come by start, so each overlaps the open interval of the union or none.
     first = last = 0
     for start, end in sorted(spans):
         if start > last:

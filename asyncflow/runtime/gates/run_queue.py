@@ -285,7 +285,7 @@ class RunQueue(Generic[R]):
         """Take the place of a run in flight, which waits for others, but not its memory."""
         if run in self.in_flight:
             del self.in_flight[run]
-            self._held_s = 0.0  # a place is free: the runs in flight do not all wait for one that cannot start
+            self._held_s = 0.0  # a place is free, so a run that others wait for can start
         else:
             self.overdue.pop(run, None)
         self.aside[run] = None

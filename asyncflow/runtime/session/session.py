@@ -301,7 +301,7 @@ class Session(CheckpointedSession, NotPickled):
         if runs is not None and runs.in_flight.closed is None and self._has_started:
             if self._loop is not None:
                 warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
-            # Nothing here may wait: the collector calls this on any thread, also on one that is waited for.
+            # Nothing here may wait: the collector may run this on the thread that the wait would be for.
             for device in self.devices:
                 for stream in device.streams:
                     stream.stop()

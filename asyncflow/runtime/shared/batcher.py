@@ -65,7 +65,7 @@ _SAFE = 1.1
 """A call is planned to take this multiple of its likely time, as times differ."""
 
 _TRY = 8
-"""One time in 8, a member is called though none of several can be answered in time: costs may have changed."""
+"""One of 8 times when several wait and none can be answered in time, a member is called: costs may have changed."""
 
 
 class Gathered(Protocol):

@@ -144,7 +144,7 @@ class MemorySample(NamedTuple):
 _Records: TypeAlias = "tuple[list[Firing], list[MemorySample]]"
 
 _making = Lock()
-"""Of the thread that makes records: one for all traces."""
+"""A lock held while records are made: two readers must not make the same records. It serves all traces."""
 
 
 class Trace:

@@ -368,7 +368,7 @@ class _Rewriting:
                 replaced.nodes[node] = around
                 replaced.tensors.update(zip(node.outputs, around.outputs, strict=True))
             ordered.append(around or node)
-            # In order: a gradient may read the outputs of another one that has been replaced.
+            # In order: a gradient may read outputs of an earlier gradient, which has been replaced by then.
             replaced.apply(ordered[-1])
         self.graph.nodes[:] = ordered
         replaced.apply_to_results(self.graph)
