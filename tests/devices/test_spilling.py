@@ -239,7 +239,7 @@ async def test_a_gradient_loop_gives_back_read_values(regions: bool) -> None:
             finally:
                 tracemalloc.stop()
     # In the first step the gradient that comes in is a view of a single number.
-    loose = 1 if regions else 2  # values on their way, from thread to thread
+    loose = 2 if regions else 3  # values on their way, from thread to thread
     for (counted, alive), expected in zip(held, (8, 8, 7, 6, 5, 4, 3, 3), strict=True):
         assert abs(round(counted / VALUE, 1) - expected) <= loose, held
         assert abs(round((alive - counted) / VALUE, 1)) <= 2, held
@@ -274,7 +274,8 @@ async def test_gradients_of_an_array_are_given_back_as_they_are_read(regions: bo
                 tracemalloc.stop()
     np.testing.assert_array_equal(result, np.full((SIDE, SIDE), 2.0 * (2**count - 1)))
     for step, (counted, alive) in enumerate(held):
-        assert 0 <= counted / VALUE - (count - step) < 1.1, held  # and the gradient that is carried
+        # Besides, the gradient that is carried, and two that have come from a thread and are still on the loop's stack.
+        assert 0 <= counted / VALUE - (count - step) < 3.1, held
         assert 0 <= round((alive - counted) / VALUE, 1) <= 2, held  # what is fed, and what is on its way
     assert len(held) == count
 

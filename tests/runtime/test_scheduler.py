@@ -279,6 +279,19 @@ def test_an_iteration_ends_after_its_predecessor(graph: af.Graph) -> None:
     assert run.scheduler.statistics() == NOTHING and run.results == [3, 2]
 
 
+def test_an_iteration_that_has_ended_keeps_no_other(graph: af.Graph) -> None:
+    """A caller on the stack may hold an iteration that has ended while many others follow."""
+    x, side = af.placeholder("int64", ()), step("side")
+    loop = af.while_loop(lambda i, s: i < 9, lambda i, s: (i + 1, side(i)), (x, x), name="loop", parallel_iterations=2)
+    run = ByHand(list(loop), {x: 0})
+    run.complete_all_but("side")
+    first = next(iteration for node, iteration, _ in run.firings if node.name.endswith("side"))
+    run.complete("side@loop/0")
+    run.complete_all_but("side")
+    run.complete("side@loop/1")
+    assert first.next is None and first.previous is None
+
+
 def test_an_iteration_ends_after_its_child_frames(graph: af.Graph) -> None:
     """Behaviour 11."""
     x, inner_step = af.placeholder("int64", ()), step("inner_step")

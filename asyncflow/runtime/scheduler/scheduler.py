@@ -504,6 +504,8 @@ class Scheduler:
                 self._end_frame(frame)
                 return
             following.previous = None
+            # A caller may still hold the ended one, and must not keep all that follow it.
+            oldest.next = None
             oldest = following
 
     def _unpark(self, frame: Frame, ended: Iteration) -> Iteration:
