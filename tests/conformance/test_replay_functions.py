@@ -195,6 +195,36 @@ async def test_what_a_function_raised(
     assert asked == before
 
 
+@pytest.mark.parametrize("made", [lambda: ValueError("no"), lambda: NoAnswerError("mail", 3)])
+@pytest.mark.parametrize("place", SHARED)
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
+async def test_what_a_function_raised_in_shared_calls(
+    open_session: OpenSession, tmp_path: Path, place: str, made: Callable[[], Exception]
+) -> None:
+    """Behaviour 112: a run that failed in a batch or pool fails again as it did, and no function is called."""
+    asked, path = 0, tmp_path / "run.json"
+    build, options = SHARED[place]
+
+    def tool(x: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if x > 1.5:
+            raise made()
+        return x + 0.25
+
+    op = af.op(tool, outputs=FLOAT, name="tool", **options)  # type: ignore[call-overload]
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (3,), name="x")
+        y = build(op, x)
+    async with open_session(graph) as session:
+        first = await _failure(session.run(y, {x: [1.25, 2.0, 3.0]}, record=path))
+        await until(lambda: len(asyncio.all_tasks()) == 1)  # a pool compiles for later
+    before = asked
+    for _ in range(2):
+        assert await _failure(af.replay(path, graph)) == first
+    assert asked == before
+
+
 async def test_functions_under_way_and_runs_that_they_ask_for(tmp_path: Path) -> None:
     """Behaviour 112: a call without an answer is not made again, and runs of a function have calls of their own."""
     answers, asked, path = Answers(), [0, 0], tmp_path / "run.json"

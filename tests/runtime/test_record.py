@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,9 +20,11 @@ from asyncflow.control.stores.array_store import ArrayKind
 from asyncflow.control.stores.array_value import ArrayContent, ArrayValue
 from asyncflow.devices.protocol import Deliver
 from asyncflow.devices.values import DeviceValue
+from asyncflow.errors import SourceLocation
 from asyncflow.graph.values.dtypes import float32
+from asyncflow.ops.user.recorded_calls import Raised
 from asyncflow.runtime.session.record import Record, _read_answer, _written_answer
-from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd
+from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog
 
 VALUES: dict[str, Any] = {
     "bits": np.frombuffer(b"\x01\0\xc0\x7f\0\0\x80\xff", "float32"),  # a NaN of its own, and an infinity
@@ -37,9 +40,10 @@ ANSWERS = {
     1: (),
     2: np.array("ä", np.dtypes.StringDType()),
     3: COMPUTED,
-    4: RecordedEnd("is closed", "q", 2),
+    4: Raised.of(af.QueueClosedError("is closed", queue="q", left=2)),
     5: OnCard(np.arange(3, dtype="float32"), [0]),
     6: OnCard((np.int64(1), np.zeros((0, 2)), np.float64(-0.0)), [1, 2]),
+    7: Raised("ValueError", "OddError", "tools", "odd", ["a note"], "", "attempt 2 of 2"),
 }
 
 
@@ -80,6 +84,43 @@ def test_a_written_record_is_read(tmp_path: Path) -> None:
         assert value.shape == VALUES[name].shape
         assert value.tobytes() == np.asarray(VALUES[name]).tobytes() or name == "words"
     np.testing.assert_array_equal(found.feeds["words"], VALUES["words"])
+
+
+def chain_of(error: BaseException | None) -> list[object]:
+    """Return the classes, messages and attributes of an error and its causes."""
+    if error is None:
+        return []
+    shown = {
+        name: value for name, value in vars(error).items() if name != "reason" or isinstance(error, af.KernelError)
+    }
+    return [type(error), str(error), shown, *chain_of(error.__cause__)]
+
+
+def raised_from(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        af.KernelError("no", node="a", op="tanh", tag="loop/3", device="cpu:0", inputs=("float32[3]",)),
+        af.OutOfMemoryError("full", requested=3, used=2, limit=4, node="a", location=SourceLocation("a.py", 3, "f")),
+        af.QueueClosedError("closed", queue="q", left=2, node="a"),
+        raised_from(af.KernelError("no", node="a"), raised_from(ValueError("x"), LookupError("y"))),
+        raised_from(ZeroDivisionError("z"), af.EndOfInput("over", node="b")),
+    ],
+)
+def test_an_error_is_read_with_its_place_and_causes(tmp_path: Path, error: BaseException) -> None:
+    replace(record(), answers={0: Raised.of(error)}).save(tmp_path / "run.json")
+    read = Record.load(tmp_path / "run.json").answers[0]
+    assert isinstance(read, Raised)
+    assert chain_of(read.error()) == chain_of(error)
+
+
+def test_an_error_that_causes_itself_has_a_record() -> None:
+    error = ValueError("x")
+    assert Raised.of(raised_from(error, error)).cause is None
 
 
 @given(st.data())

@@ -8,14 +8,15 @@ calls in a context variable, as they may be on the event loop, on a thread or in
 from __future__ import annotations
 
 import builtins
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import astuple
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 import asyncflow.errors
-from asyncflow.errors import ReplayError, attempt_of, in_attempt
+from asyncflow.errors import KernelError, ReplayError, SourceLocation, attempt_of, in_attempt
 from asyncflow.values import Value
 
 
@@ -30,6 +31,8 @@ class Raised(NamedTuple):
         notes: added to it.
         reason: for this library's errors, the message without later additions.
         attempt: the attempt that failed for good; see `asyncflow.errors.attempt_of`.
+        place: for this library's `KernelError`, its other attributes: where it was raised, and sizes.
+        cause: the error that it was raised from.
     """
 
     kind: str
@@ -39,16 +42,34 @@ class Raised(NamedTuple):
     notes: Sequence[str] = ()
     reason: str = ""
     attempt: str = ""
+    place: Mapping[str, object] | None = None
+    cause: Raised | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
         """Return the record of an error."""
-        kind = next(each for each in type(error).__mro__ if _known(each.__name__) is each)
-        name, module = type(error).__qualname__, type(error).__module__
-        reason = str(getattr(error, "reason", ""))
-        return cls(
-            kind.__name__, name, module, str(error), list(getattr(error, "__notes__", ())), reason, attempt_of(error)
-        )
+        chain = [error]
+        while (cause := chain[-1].__cause__) is not None and all(cause is not each for each in chain):
+            chain.append(cause)
+        found = None
+        for each in reversed(chain):
+            kind = next(base for base in type(each).__mro__ if _known(base.__name__) is base)
+            name, module, notes = type(each).__qualname__, type(each).__module__, list(getattr(each, "__notes__", ()))
+            place = _place_of(each) if isinstance(each, KernelError) and kind is type(each) else None
+            reason = str(getattr(each, "reason", ""))
+            found = cls(kind.__name__, name, module, str(each), notes, reason, attempt_of(each), place, found)
+        assert found is not None
+        return found
+
+    @classmethod
+    def read(cls, found: object) -> Raised:
+        """Return the record that JSON has made a list of.
+
+        Raises:
+            TypeError, ValueError: there is more or less in the list.
+        """
+        raised = cls(*cast("Raised", found))
+        return raised if raised.cause is None else raised._replace(cause=cls.read(raised.cause))
 
     def error(self) -> BaseException:
         """An error like it, of a class of that name; of the very class, if that is one of Python's."""
@@ -56,7 +77,9 @@ class Raised(NamedTuple):
         if base is None:
             raise ReplayError(f"the record is damaged: it has an error of kind {self.kind!r}")
         found: BaseException
-        if base.__module__ == "builtins" and self.name == self.kind and _says(base, self.message):
+        if self.place is not None:
+            found = _placed(base, self.reason, self.place)
+        elif base.__module__ == "builtins" and self.name == self.kind and _says(base, self.message):
             found = base(self.message)
         else:
             fields = {"__init__": _no_init, "__str__": lambda error: self.message, "__module__": self.module}
@@ -66,7 +89,25 @@ class Raised(NamedTuple):
             found.add_note(note)
         if self.attempt and isinstance(found, Exception):
             in_attempt(found, self.attempt)
+        if self.cause is not None:
+            found.__cause__ = self.cause.error()
         return found
+
+
+_ATTRIBUTES: Final = {"node", "op", "tag", "device", "requested", "used", "limit", "queue", "left"}
+
+
+def _place_of(error: KernelError) -> dict[str, object]:
+    found = {name: value for name, value in vars(error).items() if name in _ATTRIBUTES}
+    return {**found, "inputs": list(error.inputs), "location": list(astuple(error.location))}
+
+
+def _placed(kind: type[BaseException], reason: str, place: Mapping[str, object]) -> BaseException:
+    try:
+        inputs, location = cast("Sequence[str]", place["inputs"]), cast("tuple[str, int, str]", place["location"])
+        return kind(reason, **{**place, "inputs": tuple(inputs), "location": SourceLocation(*location)})
+    except (KeyError, TypeError) as error:
+        raise ReplayError(f"the record is damaged: there is no {kind.__name__} with {place!r:.200}") from error
 
 
 def _no_init(error: BaseException, message: str) -> None:

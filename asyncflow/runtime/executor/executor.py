@@ -27,6 +27,7 @@ from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.protocol import AsynchronousDevice, recording
 from asyncflow.graph.op import KernelContext
 from asyncflow.ops.rows.by_row import Paused
+from asyncflow.ops.user.recorded_calls import Raised
 from asyncflow.runtime.executor.coroutines import Coroutines
 from asyncflow.runtime.executor.kernels.first_guess import first_guess
 from asyncflow.runtime.executor.kernels.sliced_region import in_parts, size_of
@@ -370,6 +371,8 @@ class Executor(PartitionRun):
             if self._ports is None:
                 self._ports = Ports(self)
             self._ports.give(node, iteration, inputs, answer)
+        elif isinstance(answer, Raised):
+            self.fail(answer.error(), node.source.id)
         elif answer is not UNANSWERED:  # else the recorded run has ended before one came
             self.recorder.given(node, iteration, answer)
             self.complete(node, iteration, inputs, answer)

@@ -304,9 +304,10 @@ class PartitionRun(ABC):
         self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
     ) -> None:
         """Ends the run because a firing failed."""
+        error = as_kernel_error(error, node, iteration.tag(), inputs, self.device.name)
         if self.recorder is not None:
             self.recorder.failed(node, iteration, error)
-        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self.device.name), node.source.id)
+        self.fail(error, node.source.id)
 
     def _rule_broken(self, error: SchedulingError) -> None:
         reason, node, tag = error.reason, error.node, error.iteration.tag()

@@ -148,7 +148,7 @@ class Recorder:
         return context if log is None else in_log(context, log)
 
     def failed(self, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
-        """Note that a firing raised."""
+        """Note that a firing failed, and its run with `error`."""
         if self.order is not None:
             self.order.failed(self._partition, node, iteration, error)
 

@@ -20,7 +20,7 @@ from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.control.stores.array_value import ArrayContent
 from asyncflow.devices.values import is_array
-from asyncflow.errors import GraphError, ReplayError
+from asyncflow.errors import EndOfInput, GraphError, QueueClosedError, ReplayError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import Resource
@@ -31,7 +31,7 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.user.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.calls.calls import Call
 from asyncflow.runtime.calls.session_options import OF_ITS_PLACE, SessionOptions
-from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum
+from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, checksum
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.table_state import TableCapture, TableState
 from asyncflow.state.variables.variable_state import VariableState
@@ -319,8 +319,8 @@ def _written_answer(answer: object) -> tuple[str, object]:
         return "calls", [_written_outcome(outcome) for outcome in answer.outcomes]
     if isinstance(answer, OnCard):
         return "card", (_written(answer.outputs), answer.placed)
-    if isinstance(answer, RecordedEnd):
-        return "refusal", answer
+    if isinstance(answer, Raised):
+        return "raised", answer
     if isinstance(answer, ArrayContent):
         return "array", answer.text()
     # A content is a tuple itself, and the text form of values has no place for it.
@@ -339,8 +339,11 @@ def _read_answer(kind: str, found: object) -> object:
     if kind in ("computed", "elsewhere"):
         return COMPUTED if kind == "computed" else ELSEWHERE
     # Kinds that this release does not know fail below, as they are no text of a value.
-    if kind == "refusal":
-        return RecordedEnd(*cast("tuple[str, str, int]", found))
+    if kind == "refusal":  # of release 0.2: a closed queue, or an input at its end
+        reason, queue, left = cast("tuple[str, str, int]", found)
+        return Raised.of(QueueClosedError(reason, queue=queue, left=left) if queue else EndOfInput(reason))
+    if kind == "raised":
+        return Raised.read(found)
     if kind == "calls":
         log = CallLog()
         log.outcomes = [_read_outcome(*outcome) for outcome in cast("list[tuple[str, object]]", found)]
@@ -365,7 +368,7 @@ def _read_on_card(written: str, placed: Sequence[int]) -> OnCard:
 
 def _read_outcome(kind: str, found: object) -> Outcome:
     if kind == "raised":
-        return Raised(*cast("tuple[str, str, str, str, Sequence[str], str, str]", found))
+        return Raised.read(found)
     return IN_CARD if kind == "elsewhere" else parse_value(cast("str", found))
 
 

@@ -21,12 +21,12 @@ from asyncflow.compiler.plan import Kind, PlanNode
 from asyncflow.control.stores.array_value import ArrayContent, ArrayValue
 from asyncflow.devices.protocol import Device, Placed
 from asyncflow.devices.values import DeviceValue
-from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
+from asyncflow.errors import ReplayError
 from asyncflow.graph.facts import CALL_AGAIN
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of, waits_in_line
 from asyncflow.graph.values.dtypes import string
-from asyncflow.ops.user.recorded_calls import CallLog, CallReplay
+from asyncflow.ops.user.recorded_calls import CallLog, CallReplay, Raised
 from asyncflow.state.table import Table
 from asyncflow.state.variables.variable import Variable
 from asyncflow.streams.futures import resolve
@@ -68,25 +68,6 @@ class OnCard(NamedTuple):
     placed: Sequence[int]
 
 
-class RecordedEnd(NamedTuple):
-    """The answer of a closed queue, or of an input at its end.
-
-    Attributes:
-        reason: of the error.
-        queue: the name of the queue, with the number of elements that are `left`; empty for an input.
-    """
-
-    reason: str
-    queue: str = ""
-    left: int = 0
-
-    def error(self) -> EndOfInput | QueueClosedError:
-        """The same error again."""
-        if self.queue:
-            return QueueClosedError(self.reason, queue=self.queue, left=self.left)
-        return EndOfInput(self.reason)
-
-
 def asks_others(node: Node) -> bool:
     """Return True if other runs, or the world, contribute to a node's results: for nodes with queues, inputs and
     batches.
@@ -125,7 +106,7 @@ class PickLog:
 
     Attributes:
         picks: so far, in order, over all partitions.
-        answers: of ended firings that `asks_others` names, by their places among the picks; or `COMPUTED`, or
+        answers: of ended firings that `asks_others` names, by their places among the picks; or their error, or
             `ELSEWHERE`; of firings that `calls_functions` names, their calls. Copies from cards come until `copied`.
         run: the number of the run, once it has begun.
         placement: the devices of nodes by name, once it has begun.
@@ -213,18 +194,13 @@ class PickLog:
             await self._last_copy
 
     def failed(self, partition: int, node: PlanNode, iteration: Tagged, error: BaseException) -> None:
-        """Note that a firing raised."""
+        """Note that a firing failed, and its run with `error`."""
         place = self._places.get(Pick(partition, node.name, iteration.tag()))
         if place in self._calls:
             self.answers[place] = self._calls[place]
-        if place is None or not asks_others(node.source):
-            return
-        # Another error is raised again by computing it, from the same values.
-        self.answers[place] = COMPUTED
-        if isinstance(error, QueueClosedError):
-            self.answers[place] = RecordedEnd(error.reason, error.queue, error.left)
-        elif isinstance(error, EndOfInput):
-            self.answers[place] = RecordedEnd(error.reason)
+        if place is not None and asks_others(node.source):
+            # To compute it again would call the functions of a batch or pool, without the members it was shared with.
+            self.answers[place] = Raised.of(error)
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
         """Return the log of a firing's calls of user functions; None if they are called without a log."""
@@ -234,11 +210,7 @@ class PickLog:
         return log
 
     def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
-        """Return the answer that a firing got: its result, `COMPUTED` or `UNANSWERED`.
-
-        Raises:
-            EndOfInput, QueueClosedError: that was the answer.
-        """
+        """Return the answer that a firing got: its result, its run's error, `COMPUTED` or `UNANSWERED`."""
         return COMPUTED
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
@@ -339,9 +311,7 @@ class PickGuide(PickLog):
             return COMPUTED if self._live else UNANSWERED if found is UNANSWERED else COMPUTED
         if not asks_others(node.source):
             return COMPUTED
-        if isinstance(found, RecordedEnd):
-            raise found.error()
-        return _given(found)
+        return found if isinstance(found, Raised) else _given(found)
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
         """Return the recorded results of a firing's calls of user functions."""
