@@ -496,6 +496,49 @@ def test_the_one_at_fault_is_found_by_halving() -> None:
     assert not batcher.lanes
 
 
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_the_rule_is_asked_anew_once_all_members_of_a_failed_call_have_left(has_policy: bool) -> None:
+    """Fault F38, F40, F45: the decision about a failed call does not hold for members that came later."""
+
+    def in_pairs(step: af.NextStep) -> int | af.WaitUntil:
+        return 2 if len(step.waiting) > 1 else af.WaitUntil()
+
+    batcher = Batcher[Named]()
+    members = [Named(name, deadline_ns=5 if name == 2 else inf) for name in range(4)]
+    policy = af.Batch(8, policy=in_pairs if has_policy else None)
+    for member in members[:2]:
+        batcher.offer("lane", COSTS, policy, member)
+    (call,) = batcher.take(0, is_idle=True)
+    assert not batcher.failed(call, divisible=True)
+    for member in members[:2]:
+        batcher.withdraw("lane", member)
+    for member in members[2:]:
+        batcher.offer("lane", COSTS, policy, member)
+    # One member is late by now, so the policy sees one member, and waits for another.
+    found = [call.members for call in batcher.take(10, is_idle=True)]
+    assert found == ([] if has_policy else [[members[3]]])
+
+
+def test_an_error_of_a_policy_is_told_to_no_later_call() -> None:
+    """Fault F38: its call was not made, and the policy does not fail any more when it is asked again."""
+    is_broken = True
+
+    def policy(step: af.NextStep) -> int:
+        if is_broken:
+            raise ValueError("broken")
+        return len(step.waiting)
+
+    batcher = Batcher[Named]()
+    for name in range(2):
+        batcher.offer(name, COSTS, af.Batch(8, policy=policy), Named(name))
+    calls = batcher.take(0, is_idle=True)
+    assert str(next(calls).failure) == "broken"
+    calls.close()  # type: ignore[attr-defined]
+    is_broken = False
+    (call,) = batcher.take(1, is_idle=True)
+    assert call.failure is None
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_whoever_waits_is_under_way_or_known_to_wake(seed: int) -> None:
     """After a pass no lane waits for nothing, however calls of others that share its times have ended meanwhile.

@@ -166,6 +166,11 @@ class Lane(Generic[M]):
     """Time at which that policy is asked again."""
     failure: Exception | None = None
     """The error of that policy, if it has failed."""
+    rule: LeastTime = field(init=False)
+    """The rule that decides where users give no policy."""
+
+    def __post_init__(self) -> None:
+        self.rule = LeastTime(self.costs, self.policy)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -322,7 +327,7 @@ class Batcher(Generic[M]):
                 lane.held_ns = held_until_ns(lane)
             ready = [lane for lane in ready if lane.held_ns <= now_ns]
         for lane in ready if len(ready) < 2 else self._by_urgency(ready):
-            parts = self._next(lane, now_ns)
+            parts = self._next(lane, now_ns, is_idle)
             if parts:
                 group = CallGroup(len(parts))
                 first, *beside = lane.under_way = [BatchCall(lane, part, group=group) for part in parts]
@@ -434,11 +439,15 @@ class Batcher(Generic[M]):
             return False
         return self._decides(lane, now_ns, is_idle)
 
-    def _next(self, lane: Lane[M], now_ns: int) -> list[Sequence[M]]:
-        while lane.suspects:
-            suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
-            if suspects:
-                return [suspects]
+    def _next(self, lane: Lane[M], now_ns: int, is_idle: bool) -> list[Sequence[M]]:
+        if lane.suspects:
+            while lane.suspects:
+                suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
+                if suspects:
+                    return [suspects]
+            # All have left. What was decided last is about other members than those that wait now.
+            if not self._is_ready(lane, now_ns, is_idle):
+                return []
         if not lane.waiting:
             return []
         if lane.policy.policy is not None and not self.is_ending:
@@ -465,7 +474,8 @@ class Batcher(Generic[M]):
     def _decides(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
         """Ask the policy; return True if there is something to do: a call, or an error to tell of."""
         costs, policy = lane.costs, None if self.is_ending else lane.policy.policy
-        rule = LeastTime(costs, lane.policy, self.is_ending)
+        rule = lane.rule
+        rule.is_ending, lane.failure = self.is_ending, None
         now_s, count, most = now_ns / 1e9, len(lane.waiting), lane.most
         if policy is None and not rule.is_delayed:
             # Most lanes are looked at here, several times for each call: plain numbers suffice.
