@@ -440,11 +440,12 @@ class ChargedAccount(MemoryAccount):
         """
         limit = self._limit
         with self._lock:
-            credited = self._credited
-            while credited:  # as `_settle` does
-                self.at_most -= self._charges.pop(credited.popleft())[0]
             # No call, and no object that the garbage collector watches, between reading `at_most` and writing it: a
             # collection there could run a finalizer that charges, too.
+            credited = self._credited
+            while credited:  # as `_settle` does
+                freed, _ = self._charges.pop(credited.popleft())
+                self.at_most -= freed
             used = self.at_most + nbytes
             if limit is None or used <= limit:
                 self.at_most = used

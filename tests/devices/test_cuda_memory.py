@@ -5,6 +5,7 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -369,6 +370,21 @@ def test_a_collection_inside_the_account_may_free_and_allocate(fake: FakeCupy) -
         gc.collect()
     assert len(collected) == 200
     assert device.account.used == device.lent == 0
+
+
+def test_a_finalizer_that_allocates_while_freed_memory_is_counted_off_is_counted() -> None:
+    """Python may collect garbage after any call of the account."""
+    account = ChargedAccount("cuda:0")
+
+    class Interrupted(deque[int]):
+        def popleft(self) -> int:
+            charge = super().popleft()
+            account.charge(2 * UNIT, "in a finalizer")
+            return charge
+
+    account._credited = Interrupted([account.charge(UNIT, "freed")])
+    account.charge(4 * UNIT, "next")
+    assert account.used == sum(buffer.nbytes for buffer in account.top()) == 6 * UNIT
 
 
 # -- private pools -----------------------------------------------------------------------------------------------------
