@@ -112,6 +112,23 @@ def test_records_of_launched_work_are_made_when_they_are_read() -> None:
     assert (trace.count, made) == (3, [0, 1, 2])
 
 
+def test_records_that_come_while_others_are_made_are_counted() -> None:
+    """A thread that reads the records may pause at any call, and a run of another thread adds its records then."""
+    trace = af.Trace()
+    firing = Firing(0, "a", "a", "", "sim:0", "compute", 0, 1, 2, "", "ok", "")
+
+    class Interrupted(list[Firing]):
+        def __len__(self) -> int:
+            trace._add_later(1, lambda: ([firing], []))
+            return super().__len__()
+
+    trace._add_later(1, lambda: (Interrupted([firing]), []))
+    added = len(trace.firings)
+    assert (added > 1, trace.count) == (True, added)
+    trace._add_later(1, lambda: ([firing], []))
+    assert len(trace.firings) == trace.count == added + 1
+
+
 async def test_trace_made_outside_is_independent(session: af.Session, value: af.Tensor) -> None:
     independent = af.Trace()
     with af.Trace() as outer:

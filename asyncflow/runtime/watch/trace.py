@@ -175,11 +175,12 @@ class Trace:
     """
 
     __slots__ = (
+        "_added",
         "_firings",
         "_inner",
+        "_made",
         "_memory",
         "_unmade",
-        "_unmade_count",
         "capacity",
         "detail",
         "dropped",
@@ -216,7 +217,8 @@ class Trace:
         self._memory = list(memory)
         # A launch of a simulated card adds a function here: to make its records takes as long as to simulate it.
         self._unmade: deque[Callable[[], _Records]] = deque()
-        self._unmade_count = 0
+        # Two numbers: a thread that adds records and one that reads them would lose changes of the same number.
+        self._added = self._made = 0
         self._inner: list[Trace] = []  # made inside the block, and not yet added
         if self.detail not in (None, "node", "region"):
             raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
@@ -246,16 +248,16 @@ class Trace:
     @property
     def count(self) -> int:
         """Number of firings."""
-        return len(self._firings) + self._unmade_count
+        return len(self._firings) + self._added - self._made
 
     def _add_later(self, count: int, make: Callable[[], _Records]) -> None:
         """Add this number of firings, with samples of memory, which a function makes once one is read."""
         if count:
-            self._unmade_count += count
+            self._added += count
             self._unmade.append(make)
 
     def _make(self) -> None:
-        if not self._unmade_count:  # without the lock, as nearly every reader leaves here
+        if not self._unmade:  # without the lock, as nearly every reader leaves here
             return
         with _making:
             # What fails to be made stays the first, so that the next reader gets the error again, and no gap.
@@ -263,7 +265,7 @@ class Trace:
                 firings, samples = self._unmade[0]()
                 self._firings += firings
                 self._memory += samples
-                self._unmade_count -= len(firings)
+                self._made += len(firings)
                 self._unmade.popleft()
 
     def __eq__(self, other: object) -> bool:
