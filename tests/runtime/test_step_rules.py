@@ -123,10 +123,11 @@ def test_a_line_is_seen_in_its_order_and_each_member_when_it_is_looked_at() -> N
     assert [each.since_s for each in waiting] == [3, 5, 70, 71]
     assert [waiting[k].since_s for k in (0, 2, -1)] == [3, 70, 71]
     assert [each.since_s for each in waiting[1:3]] == [5, 70]
-    line.discard(7, 70.0, 70)
-    line.discard(7, 71.0, 71)
     seen.clear()
-    assert (WaitingLine(line, as_seen)[-1].since_s, seen) == (5, [5])
+    assert in_groups(step(waiting, joined=4)) == 4
+    assert seen == []
+    assert in_groups(step(waiting, joined=5)) == 4
+    assert sorted(seen) == [3, 5, 70, 71]
 
 
 def test_one_rule_decides_the_same_of_a_line_and_of_a_list() -> None:

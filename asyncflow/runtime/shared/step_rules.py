@@ -7,9 +7,9 @@ members, of measured costs and of the time, which a test can call without a sess
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 from operator import attrgetter
 from typing import Generic, TypeVar, overload
@@ -21,8 +21,6 @@ from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.shared.call_costs import LONG, CallCosts
 
 M = TypeVar("M")
-
-_PRIORITY = attrgetter("priority")
 
 
 class WaitingLine(Sequence[WaitingMember], Generic[M]):
@@ -53,11 +51,7 @@ class WaitingLine(Sequence[WaitingMember], Generic[M]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[WaitingMember]: ...
     def __getitem__(self, index: int | slice) -> WaitingMember | Sequence[WaitingMember]:
-        lines = self._line.by_priority
-        if len(lines) > 1 or isinstance(index, slice):
-            return list(self)[index]
-        (members,) = lines.values()
-        return self._seen(members[index])
+        return [*self][index]
 
 
 def at_once(step: NextStep) -> int:
@@ -78,8 +72,11 @@ def in_groups(step: NextStep) -> int | WaitUntil:
     For example, 4 rows are there and 3 members wait: they join with the fourth.
     They also join when the first due one has waited for half of its time, which ends at its deadline or in a second.
     """
+    count = len(step.waiting)
+    if count >= step.joined:  # asked first: a long line is only counted
+        return count
     until_s = first_halfway_s(step.waiting)
-    return len(step.waiting) if len(step.waiting) >= step.joined or step.now_s >= until_s else WaitUntil(until_s)
+    return count if step.now_s >= until_s else WaitUntil(until_s)
 
 
 @dataclass(slots=True)
@@ -140,11 +137,5 @@ class LeastTime:
 
 def first_halfway_s(waiting: Sequence[WaitingMember]) -> float:
     """Return when the first member of a priority has waited for half of the time until it is due."""
-    found_s, place, last = inf, 0, waiting[-1].priority
-    while True:
-        first = waiting[place]
-        due_s = min(first.deadline_s, first.since_s + PATIENCE_S)
-        found_s = min(found_s, (first.since_s + due_s) / 2)
-        if first.priority == last:
-            return found_s
-        place = bisect_right(waiting, first.priority, lo=place + 1, key=_PRIORITY)
+    firsts = [next(members) for _, members in groupby(waiting, attrgetter("priority"))]
+    return min([each.since_s + min(each.deadline_s, each.since_s + PATIENCE_S) for each in firsts]) / 2
