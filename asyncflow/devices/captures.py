@@ -10,13 +10,16 @@ Real and simulated cards share these rules. How a graph is made and launched is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.protocol import Placed
+from asyncflow.devices.values import Placed
 from asyncflow.errors import counted
 from asyncflow.values import Kernel, Value
 
@@ -41,6 +44,72 @@ Result = TypeVar("Result")
 
 class NotCapturableError(Exception):
     """Code to be captured that a graph cannot hold."""
+
+
+class GraphVariable(Protocol):
+    """A variable that a graph reads or writes; see `asyncflow.state.variables.captured`.
+
+    Attributes:
+        value: what the code finds while it is captured, and leaves.
+    """
+
+    value: Value
+
+    @property
+    def lock(self) -> Lock:
+        """Held from `given` to `put`."""
+
+    def given(self) -> Value | None:
+        """The variable's value, for a kernel of the device; None if it has none yet."""
+
+    def put(self, x: Value) -> None:
+        """Make the result of a launch the variable's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCode:
+    """The code of a region as a graph holds it: nothing in it moves or waits, and variables are inputs and results.
+
+    Attributes:
+        function: takes the region's inputs, and gives the tuple of its outputs, or a generator that does.
+        is_generator: it gives a generator.
+        variables: that the code reads or writes.
+        numbers: positions of inputs that are numbers, other ones in each call: they are in memory of the card.
+    """
+
+    function: Kernel
+    is_generator: bool = False
+    variables: Sequence[GraphVariable] = ()
+    numbers: frozenset[int] = frozenset()
+
+    @property
+    def whole(self) -> Kernel:
+        """The function, run to its end in one call."""
+        return driven(self.function) if self.is_generator else self.function
+
+    def run(self, inputs: Sequence[Value], values: Sequence[Value]) -> tuple[Sequence[Value], list[Value]]:
+        """Run the code, and return its outputs and what it leaves in the variables.
+
+        Args:
+            inputs: of the region.
+            values: of the variables.
+        """
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.value = value
+        try:
+            outputs: Sequence[Value] = self.whole(*inputs)
+            return outputs, [variable.value for variable in self.variables]
+        finally:
+            for variable in self.variables:
+                variable.value = None
+
+    @contextmanager
+    def alone(self) -> Iterator[list[Value | None]]:
+        """Keep other threads from writing the variables, and give the values that these have."""
+        with ExitStack() as stack:
+            for variable in self.variables:
+                stack.enter_context(variable.lock)
+            yield [variable.given() for variable in self.variables]
 
 
 def host_key(value: Value) -> Hashable:

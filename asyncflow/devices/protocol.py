@@ -24,6 +24,7 @@ from asyncflow.streams.protocol import Stream
 from asyncflow.values import Conduct
 
 if TYPE_CHECKING:
+    from asyncflow.devices.captures import GraphCode
     from asyncflow.devices.saved.memory_gate import MemoryGate
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Array, Kernel, Value
@@ -53,13 +54,13 @@ class CodeInfo:
         vectors: positions of arguments that it takes for the device's, and that may be vectors of the host; they are
             copied in.
         launches: how many kernels it launches at a time.
-        captures: it may become a CUDA graph.
+        graph: the code for CUDA graphs, if it may become some.
         could_capture: it might, if the session asked for it.
     """
 
     vectors: tuple[int, ...] = ()
     launches: int = 1
-    captures: bool = False
+    graph: GraphCode | None = None
     could_capture: bool = False
 
 

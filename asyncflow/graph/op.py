@@ -41,8 +41,9 @@ class Traits:
 
     Attributes:
         memory: the kernels' use of memory.
-        is_capturable: kernels are launched and nothing else is done, so that a CUDA graph can hold it. Kernels that
-            sort or wait for the device cannot be captured, nor kernels that make CuPy call cuBLAS.
+        is_capturable: kernels are launched, or arrays are put into a store, and nothing else is done, so that a CUDA
+            graph can hold it. Kernels that sort or wait for the device cannot be captured, nor kernels that make CuPy
+            call cuBLAS.
         is_cheap: it costs next to nothing, mostly as its result is a view of its input: gradients compute it again
             rather than keep the value.
     """
@@ -56,13 +57,12 @@ NEW: Final = Traits(Memory.NEW, is_capturable=True, is_cheap=False)
 NEW_UNCAPTURED: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 VIEW: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=True)
 WHOLE_VIEW: Final = Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=True)
-PARTS: Final = Traits(Memory.VIEW, is_capturable=False, is_cheap=False)
+PARTS: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=False)
 """Traits of an op that returns views of parts of its first input, and is not repeated for them."""
 METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
-METADATA_UNCAPTURED: Final = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
-READS_STORE: Final = Traits(Memory.STORE, is_capturable=False, is_cheap=False)
+READS_STORE: Final = Traits(Memory.STORE, is_capturable=True, is_cheap=False)
 KERNELS: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False)
-"""Traits of an op that is made of kernels, with nothing known of their memory."""
+"""Traits of an op that is made of kernels, or keeps arrays in a store, with nothing known of their memory."""
 OPAQUE: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 """Traits of an op of which nothing is taken for granted."""
 # Equal to `OPAQUE`, but another object: an op that says "opaque" has answered.

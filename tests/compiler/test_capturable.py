@@ -77,9 +77,11 @@ def test_what_may_not_be_captured(x: af.Tensor, n: af.Tensor, name: str) -> None
     assert not captured(NO[name](x, n))
 
 
-def test_state_is_not_captured(graph: af.Graph) -> None:
-    variable = af.Variable([1.0, 2.0])
-    assert not captured(variable.read() + 1)
+def test_variables_are_captured_and_queues_are_not(graph: af.Graph) -> None:
+    variable, queue = af.Variable([1.0, 2.0]), af.FIFOQueue(2, af.spec("float64", (2,)))
+    assert captured(variable.read() + 1)
+    assert captured(variable.assign_add([1.0, 1.0]))
+    assert not captured(queue.dequeue() + 1)
 
 
 @pytest.mark.parametrize(("launches", "pays"), [(1, False), (3, False), (4, True), (20, True)])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
-from asyncflow.devices.captures import MOST_KEYS, WARM_UPS
+from asyncflow.devices.captures import MOST_KEYS, WARM_UPS, GraphCode
 from asyncflow.devices.cuda.graphs.graph import CapturedRegion
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
@@ -47,7 +47,8 @@ class Region:
             self.calls += 1
             return self.function(self.card.cupy, *inputs)
 
-        self.captured = CapturedRegion(self.card.cupy, self.card.stream, self.card.pool, counted, "region")
+        code = GraphCode(counted)
+        self.captured = CapturedRegion(self.card.cupy, self.card.stream, self.card.pool, counted, "region", code)
 
     def launch(self, *inputs: Any) -> tuple[Any, ...]:
         values = [self.card.sent(value) for value in inputs]
@@ -321,9 +322,8 @@ def driven_to_the_end(generator: Any) -> tuple[int, Any]:
 
 
 def test_a_generator_becomes_one_step(card: Card) -> None:
-    function = CapturedRegion(
-        card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
-    ).steps
+    code = GraphCode(lambda x, n: loop(card.cupy, x, n), is_generator=True)
+    function = CapturedRegion(card.cupy, card.stream, card.pool, code.function, "region", code).steps
     with card.stream:
         for k in range(WARM_UPS + 3):
             steps, (x, count) = driven_to_the_end(function(card.cupy.full(2, float(k)), np.int64(8)))
@@ -333,9 +333,8 @@ def test_a_generator_becomes_one_step(card: Card) -> None:
 
 
 def test_a_loop_that_is_too_long_is_not_captured(card: Card) -> None:
-    function = CapturedRegion(
-        card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
-    ).steps
+    code = GraphCode(lambda x, n: loop(card.cupy, x, n), is_generator=True)
+    function = CapturedRegion(card.cupy, card.stream, card.pool, code.function, "region", code).steps
     with card.stream:
         for _ in range(WARM_UPS + 2):
             steps, (x, count) = driven_to_the_end(function(card.cupy.zeros(2), np.int64(520)))

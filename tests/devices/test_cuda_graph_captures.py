@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.captures import WARM_UPS
+from asyncflow.devices.captures import WARM_UPS, GraphCode
 from asyncflow.devices.cuda import device as cuda
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs import graph as cuda_graph
@@ -87,7 +87,7 @@ class Beside:
 
 
 def region(device: CudaDevice, function: Callable[..., Any]) -> CapturedRegion:
-    return CapturedRegion(device.cupy, device.compute, device.pool, function, "region")
+    return CapturedRegion(device.cupy, device.compute, device.pool, function, "region", GraphCode(function))
 
 
 def upload(device: CudaDevice, value: np.ndarray[Any, Any]) -> CudaArray:

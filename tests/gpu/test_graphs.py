@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncflow.devices.captures import WARM_UPS
+from asyncflow.devices.captures import WARM_UPS, GraphCode
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs.conditional import ENDED, STOPPED, TOO_LONG, Limits
 from asyncflow.devices.cuda.graphs.graph import CapturedRegion, capture
@@ -62,7 +62,7 @@ async def test_t12_replays_are_equal_to_launches(card: Card, figures: Figures) -
     random_, generator = random.Random(0), np.random.default_rng(0)
     async with card.device(memory_limit=64 << 20) as device:
         function = Counted(card)
-        region = CapturedRegion(card.cupy, device.compute, device.pool, function, "chain")
+        region = CapturedRegion(card.cupy, device.compute, device.pool, function, "chain", GraphCode(function))
         inputs = [await _sent(device, generator.standard_normal((ROWS, COLUMNS), np.float32)) for _ in range(4)]
         kept: list[Any] = []
         replay_s = eager_s = 0.0
@@ -123,7 +123,7 @@ async def test_t12_a_graph_holds_our_own_products(card: Card, dtype: str) -> Non
         def products(*values: Any) -> tuple[Any, ...]:
             return tuple([xp.matmul(*pair(*values)) for pair in pairs])
 
-        region = CapturedRegion(card.cupy, device.compute, device.pool, products, "products")
+        region = CapturedRegion(card.cupy, device.compute, device.pool, products, "products", GraphCode(products))
         with device.activate():
             results = [region(*sent) for _ in range(WARM_UPS + 3)]
             with pytest.raises(NotImplementedError):  # CuPy's cannot be captured, and were not what was
@@ -147,7 +147,8 @@ async def test_t12_a_product_of_cupys_cannot_be_captured(card: Card) -> None:
             product = x @ x
             with pytest.raises(NotImplementedError):
                 capture(device.compute.raw, lambda: x @ x)
-            region = CapturedRegion(card.cupy, device.compute, device.pool, lambda x: (x @ x,), "product")
+            code = GraphCode(lambda x: (x @ x,))
+            region = CapturedRegion(card.cupy, device.compute, device.pool, code.function, "product", code)
             results = [region(x)[0] for _ in range(WARM_UPS + 3)]
         for found in await _fetched(device, [product, *results]):
             np.testing.assert_array_equal(found, 4.0 * np.eye(8, dtype=np.float32))

@@ -393,7 +393,7 @@ def test_a_write_that_loses_many_races_has_the_others_wait() -> None:
 
     def slow(old: np.int64) -> np.int64:
         calls.append(int(old))
-        assert state._lock.locked() is (len(calls) > MOST_RACES)  # whoever writes then comes after this
+        assert state.lock.locked() is (len(calls) > MOST_RACES)  # whoever writes then comes after this
         if len(calls) <= MOST_RACES:
             state.assign(np.int64(len(calls)))
         return np.int64(old + 1)

@@ -20,7 +20,7 @@ from asyncflow.graph.building.build import apply, as_tensor, graph_for, identity
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, define
+from asyncflow.graph.op import KERNELS, define
 from asyncflow.graph.structured import deep
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
@@ -39,7 +39,7 @@ def _kernel(xp: Namespace, *, n_outputs: int, runs_again: bool = False) -> Kerne
     return lambda *values: values[:n_outputs]
 
 
-CUSTOM_GRADIENT = define("custom_gradient", _infer, _kernel, is_total=True, traits=OPAQUE)
+CUSTOM_GRADIENT = define("custom_gradient", _infer, _kernel, is_total=True, traits=KERNELS)
 """Passes on `n_outputs` results; with `runs_again`, as the copy of a node that has run once for all that use it."""
 
 

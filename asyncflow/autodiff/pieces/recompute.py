@@ -29,7 +29,7 @@ from asyncflow.graph.building.copying import Copier
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.facts import RECOMPUTE
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.op import NEW_EACH, OPAQUE, Access, define, derivative
+from asyncflow.graph.op import KERNELS, NEW_EACH, Access, define, derivative
 from asyncflow.graph.structured import deep
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
@@ -56,10 +56,10 @@ def _kernel(xp: Namespace, *, count: int, **attrs: object) -> Kernel:
     return lambda *values: values[:count]
 
 
-RECOMPUTED = define("recomputed", _first, _kernel, flops=free, is_total=True, traits=OPAQUE)
+RECOMPUTED = define("recomputed", _first, _kernel, flops=free, is_total=True, traits=KERNELS)
 """Passes on `count` results; of what else it is given, `arguments` come first."""
 
-BARRIER = define("barrier", _first, _kernel, flops=free, conduct=NEW_EACH, traits=OPAQUE)
+BARRIER = define("barrier", _first, _kernel, flops=free, conduct=NEW_EACH, traits=KERNELS)
 """Passes on `count` values once all its inputs are there."""
 
 

@@ -18,7 +18,7 @@ from math import isqrt
 import numpy as np
 
 from asyncflow.autodiff.stores.stores import STORE, SavedValues
-from asyncflow.graph.op import OPAQUE, Op
+from asyncflow.graph.op import KERNELS, Op
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
@@ -69,7 +69,7 @@ def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
 
 
 # Compiler passes make these, and users never: they have no derivatives.
-_segmenting = partial(Op, flops=free, traits=OPAQUE)
+_segmenting = partial(Op, flops=free, traits=KERNELS)
 CHECKPOINT = _segmenting(
     "checkpoint",
     lambda store, number, value, *, length, kept: STORE,

@@ -20,7 +20,7 @@ from asyncflow.autodiff.stores.store_gradients import merge_gradients, no_gradie
 from asyncflow.autodiff.stores.stores import STORE, StoreLog, StoreVersion
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
+from asyncflow.graph.op import KERNELS, READS_STORE, define, derivative
 from asyncflow.graph.values.dtypes import DType, summed_in
 from asyncflow.graph.values.shapes import Shape, size_of
 from asyncflow.graph.values.spec import Spec
@@ -233,7 +233,7 @@ ADD_PARTS = define(
     _add_kernel,
     flops=free,
     host_inputs=lambda node: scatter.host_places(node, 1),
-    traits=OPAQUE,
+    traits=KERNELS,
 )
 PART_OF_SUM = define("part_of_sum", _part_spec, _part_kernel, host_inputs=_part_host_inputs, traits=READS_STORE)
 

@@ -26,7 +26,7 @@ from asyncflow.graph.building.build import apply
 from asyncflow.graph.building.scopes import device
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
+from asyncflow.graph.op import KERNELS, READS_STORE, define, derivative, not_differentiable
 from asyncflow.graph.values.dtypes import summed_in
 from asyncflow.graph.values.shapes import format_shape
 from asyncflow.graph.values.spec import Spec
@@ -238,7 +238,7 @@ ADD_ROWS = define(
     _add_kernel,
     flops=free,
     host_inputs=lambda node: (2, 3) if node.attrs["is_range"] else (2,),
-    traits=OPAQUE,
+    traits=KERNELS,
 )
 """Op that adds values for the rows from `first` up to `second`, or for the indices `second` of the first `first`
 rows.

@@ -17,8 +17,8 @@ from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import (
     DRAWS,
+    KERNELS,
     NEW_EACH,
-    OPAQUE,
     READS_STORE,
     KernelContext,
     define,
@@ -37,7 +37,7 @@ NEW_STORE = define(
     flops=free,
     conduct=NEW_EACH,
     is_total=True,
-    traits=OPAQUE,
+    traits=KERNELS,
 )
 """Op that makes an empty store; its attribute ``moves``, if any, is for `asyncflow.compiler.memory.move_saved`."""
 
@@ -57,7 +57,7 @@ MOVING_STORE = define(
     _moving_store,
     flops=free,
     conduct=DRAWS,
-    traits=OPAQUE,
+    traits=KERNELS,
 )
 """`NEW_STORE` on a device that can move values away, for a plan alone: its attributes hold the device's `Swapping`."""
 SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,), is_total=True)

@@ -16,8 +16,8 @@ from asyncflow.control.stores import tensor_array
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import (
+    KERNELS,
     NEW_EACH,
-    OPAQUE,
     READS_STORE,
     define,
     derivative,
@@ -144,12 +144,12 @@ ELEMENT_GRADIENT = define(
 )
 """With ``is_once``, each element is asked for once: it was written, once. The compiler says which read is the last."""
 STACKED_GRADIENTS = store_op("stacked_gradients", lambda grad, *indices: STORE, _stacked, host_inputs=inputs_from(1))
-ROWS_GRADIENT = define("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
+ROWS_GRADIENT = define("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=KERNELS)
 JOINED_GRADIENTS = define(
-    "joined_gradients", lambda grad, lengths, axis: STORE, _joined_kernel, flops=free, host_inputs=(1,), traits=OPAQUE
+    "joined_gradients", lambda grad, lengths, axis: STORE, _joined_kernel, flops=free, host_inputs=(1,), traits=KERNELS
 )
 """Gradients of the pieces of which a value is made along an axis: 0, but where others stand in front of it."""
-PIECES_GRADIENT = define("pieces_gradient", _pieces_spec, _pieces_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
+PIECES_GRADIENT = define("pieces_gradient", _pieces_spec, _pieces_kernel, host_inputs=inputs_from(1), traits=KERNELS)
 
 
 def no_gradient() -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 from asyncflow.devices.saved.saved_handle import SavedEntry
 from asyncflow.devices.saved.swap import Moves
 from asyncflow.devices.swapping import Swapping
-from asyncflow.graph.op import OPAQUE, PURE, HostInputs, Op, define
+from asyncflow.graph.op import KERNELS, PURE, HostInputs, Op, define
 from asyncflow.graph.values.dtypes import VARIANT, summed_in
 from asyncflow.graph.values.shapes import format_shape
 from asyncflow.graph.values.spec import Spec
@@ -320,5 +320,5 @@ def store_op(
         host_inputs=host_inputs,
         conduct=conduct,
         is_total=is_total,
-        traits=OPAQUE,
+        traits=KERNELS,
     )

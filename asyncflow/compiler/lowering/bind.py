@@ -5,14 +5,14 @@ The tables themselves are made in `layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
 from asyncflow.autodiff.stores.row_gradients import READ_ROWS, RowGradient
-from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
 from asyncflow.compiler.lowering.lasting import keeping, lasts
 from asyncflow.compiler.lowering.layout import Layout
@@ -31,11 +31,12 @@ from asyncflow.compiler.program.kernels.kernels import (
 from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.request import PlanOptions
-from asyncflow.compiler.regions.capturable import DEVICE_WHILE, why_not_captured
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captured_host_values, why_not_captured
 from asyncflow.compiler.regions.code.codegen import RegionGenerator
 from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.compiler.regions.regions import Region
+from asyncflow.devices.captures import GraphCode
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
 from asyncflow.devices.protocol import (
     AsynchronousDevice,
@@ -51,10 +52,12 @@ from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Memory
-from asyncflow.graph.resource import waits_in_line
+from asyncflow.graph.op import Memory, bound_kernel
+from asyncflow.graph.resource import resources_of, waits_in_line
 from asyncflow.graph.structured import WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.state.variables.captured import CapturedVariable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Kernel, Namespace, Value
 
 _SPARE = 16
@@ -145,11 +148,51 @@ class Binding:
         if self.options.check_numerics:  # a graph that is replayed raises nothing
             why_not = "check_numerics=True looks at every value"
         code = replace(code, launching=_launching(why_not, launching.capabilities, asked))
-        could_capture = why_not is None
-        launch = _bound_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+        graph = None
+        if why_not is None and launching.capabilities.capture_if(asked):
+            graph = self.graph_code(launching, node, stream, bind)
+        launch = _bound_region(node, code, launching, stream, self.on_host, graph, could_capture=why_not is None)
         # A graph that is replayed calls no kernel of its members.
         lasting = self.takes and not is_coroutine_kernel(launch) and any(map(lasts, region.walk()))
         return code, keeping(launch) if lasting else launch
+
+    def graph_code(
+        self, device: AsynchronousDevice, node: Node, stream: int, usual: Callable[[Node], Kernel]
+    ) -> GraphCode:
+        """Return a region's code for CUDA graphs.
+
+        Args:
+            device: where it runs.
+            node: the region.
+            stream: number of the compute stream.
+            usual: binds a node for the region's usual code, with which constants are shared.
+        """
+        region: Region = node.attrs["region"]
+        # By their states: variables of one name in a container have one.
+        shown: dict[object, CapturedVariable] = {}
+        for member in region.walk():
+            for resource in resources_of(member):
+                if isinstance(resource, Variable):
+                    state = self.resolve(resource)
+                    shown.setdefault(state, CapturedVariable(state, device.xp))
+        binding = replace(self, resolve=lambda resource: shown.get(state := self.resolve(resource), state))
+        on_host = captured_host_values(region, self.on_host)
+
+        def bind(member: Node) -> Kernel:
+            if member.op is CONSTANT:
+                return usual(member)  # a second copy of a large one would cost the card its memory
+            if member.op is MOVING_STORE:
+                # A copy to the host would be made once, when the graph is captured.
+                return bound_kernel(NEW_STORE, device.xp, {}, of_scalars=False)
+            return bind_member(member, partial(binding.bare, node=member), device, stream, on_host)
+
+        code = RegionGenerator(
+            region=region, max_iterations=self.options.max_iterations, bind=bind, enqueues=True
+        ).generate(node.name)
+        numbers = frozenset(k for k, x in enumerate(region.inputs) if x in self.on_host and x not in on_host)
+        # Launches of all regions take locks in one order, so that none waits for another for ever.
+        variables = sorted(shown.values(), key=lambda variable: id(variable.lock))
+        return GraphCode(code.function, code.is_generator, variables, numbers)
 
 
 def _bound_region(
@@ -158,9 +201,9 @@ def _bound_region(
     device: AsynchronousDevice,
     stream: int,
     on_host: AbstractSet[Tensor],
+    graph: GraphCode | None,
     *,
     could_capture: bool,
-    asked: bool,
 ) -> Kernel:
     """Return the function that a firing of a region calls on a device that enqueues it as a whole."""
     region: Region = node.attrs["region"]
@@ -174,7 +217,7 @@ def _bound_region(
         code=CodeInfo(
             vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
             launches=launches,
-            captures=could_capture and device.capabilities.capture_if(asked),
+            graph=graph,
             could_capture=could_capture,
         ),
         flops=partial(kernel_flops, node),

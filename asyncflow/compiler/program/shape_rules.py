@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.control.stores.tensor_array import READ
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import METADATA_UNCAPTURED, Op, host_inputs, inputs_from, runs_on_host
+from asyncflow.graph.op import METADATA, Op, host_inputs, inputs_from, runs_on_host
 from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.graph.values.shapes import Shape, is_static
 from asyncflow.graph.values.spec import Spec
@@ -103,6 +103,6 @@ SHAPE_BY_RULE = Op(
     lambda *sizes, rule: Spec(int64, (None,)),
     _kernel,
     host_inputs=inputs_from(0),
-    traits=METADATA_UNCAPTURED,
+    traits=METADATA,
 )
 """Op that returns the shape of a value, given the unknown shapes among its node's inputs."""

@@ -1,11 +1,15 @@
-"""Capture of nodes in CUDA graphs: allowed are nodes known to launch kernels and do nothing else.
+"""Capture of nodes in CUDA graphs: allowed are nodes known to launch kernels, or to work on a store or a variable.
 
 Left out are tensor products (CuPy calls cuBLAS for them, which it does not while a stream captures). So are sorting,
-linear algebra and ops with data-dependent shapes (they wait for the device). So are random numbers, state and tensor
-arrays (they keep their inputs), and users' functions. Products of matrices are not CuPy's on a device that captures
-(`devices/cuda/graphs/products.py`). Python decides while it captures. So branches and loops in a graph follow the
-values on the host at that time, which are part of the graph's validity. Only loops that a device runs by itself decide
-by its own values, and so do branches and loops in them.
+linear algebra and ops with data-dependent shapes (they wait for the device). So are random numbers, queues and users'
+functions. Products of matrices are not CuPy's on a device that captures (`devices/cuda/graphs/products.py`).
+
+A store of saved values, or a TensorArray, is a list of addresses while Python captures, if no other region uses it. The
+graph has nothing of the list. A variable is an input of the graph, and a result where it is written.
+
+Python decides while it captures. So branches and loops in a graph follow the values on the host at that time, which are
+part of the graph's validity. Only loops that a device runs by itself decide by its own values, and so do branches and
+loops in them. These work on no store and no variable.
 """
 
 from __future__ import annotations
@@ -42,15 +46,34 @@ def why_not_captured(region: Region, on_host: AbstractSet[Tensor]) -> str | None
         region: of a device whose regions enqueue.
         on_host: tensors whose values are on the host; see `find_host_values`.
     """
+    stored = next((x for x in (*region.inputs, *region.outputs) if x.dtype == VARIANT), None)
+    if stored is not None:
+        return f"the store {stored.node.name} ({stored.node.location}) is used in another region, too"
+    on_host = captured_host_values(region, on_host)
     obstacles = [obstacle for node in region.nodes if (obstacle := why_not_in_graph(node, on_host)) is not None]
     if obstacles:
         others = f", and {counted(len(obstacles) - 1, 'node')} more" if len(obstacles) > 1 else ""
         return f"{obstacles[0]}{others}"
     launches = _launches(region.nodes, on_host)
     copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
+    # A variable is copied in, and one that is written is copied out.
+    copies += len({effect for node in region.walk() if node.op.effects is not None for effect in node.op.effects(node)})
     if launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH:
         return None
     return f"{counted(launches, 'kernel')} would become a graph with {counted(copies, 'array')} to copy, without gain"
+
+
+def captured_host_values(region: Region, on_host: AbstractSet[Tensor]) -> set[Tensor]:
+    """Return the tensors of a region that are on the host in a graph of it.
+
+    Numbers that change from call to call, such as learning rates, must not be parts of a graph, as counters are: the
+    card has them, and computes with them.
+    """
+    found = {x for x in region.inputs if x in on_host and (x.shape != () or x.dtype.kind in "biu")}
+    # Constants stand outside of regions, and are no inputs of them.
+    found.update(x for node in region.walk() for x in node.inputs if x.node.op is CONSTANT and x in on_host)
+    add_host_values(region.nodes, found)
+    return found
 
 
 def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:
@@ -78,9 +101,12 @@ def _named(node: Node) -> str:
 def _nature(node: Node) -> str:
     if node.op.effects is not None:
         return "reads or writes state"
-    if any(tensor.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)):
-        return "keeps arrays in a store"
     return "does more than launch kernels"
+
+
+def _keeps_state(node: Node) -> bool:
+    """Return True if the host works on a store or a variable, once for each run of the node."""
+    return node.op.effects is not None or any(x.dtype == VARIANT for x in (*node.inputs, *node.outputs))
 
 
 def _launches(nodes: Iterable[Node], on_host: AbstractSet[Tensor]) -> int:
@@ -159,6 +185,8 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | 
             obstacle = why_host_drives(inner, inside) if isinstance(inner, WhileNode) else _why_no_branch(inner, inside)
             if obstacle is not None:
                 return f"in {inner.name}, {obstacle}"
+        elif _keeps_state(inner):
+            return f"{_named(inner)} works on a store or variable, which the host does"
         elif (obstacle := why_not_in_graph(inner, inside)) is not None:
             return obstacle
     return None

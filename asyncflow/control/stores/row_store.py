@@ -16,7 +16,7 @@ from asyncflow.control.stores.row_block import RowBlock, RowKind, RowState
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_EACH, NEW_UNCAPTURED, READS_STORE, define
+from asyncflow.graph.op import KERNELS, METADATA, NEW, NEW_EACH, READS_STORE, define
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
 from asyncflow.graph.values.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
@@ -90,10 +90,8 @@ def _new_kernel(xp: Namespace, *, row: Spec) -> Kernel:
 
 
 # Two stores made alike are not interchangeable: rows for one must not be written behind those of the other.
-ROW_STORE = define("row_store", _new_spec, _new_kernel, conduct=NEW_EACH, flops=free, host_inputs=(0,))
-APPEND = define(
-    "row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=NEW_UNCAPTURED
-)
+ROW_STORE = define("row_store", _new_spec, _new_kernel, conduct=NEW_EACH, flops=free, host_inputs=(0,), traits=KERNELS)
+APPEND = define("row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=NEW)
 TAKE = define("row_store_take", _take_spec, lambda xp, **attrs: RowState.take, flops=moving, traits=READS_STORE)
 SLICE = define(
     "row_store_slice",
@@ -103,9 +101,7 @@ SLICE = define(
     host_inputs=(1, 2),
     traits=READS_STORE,
 )
-SIZE = define(
-    "row_store_size", _size_spec, lambda xp: lambda store: np.int64(store.size), flops=free, traits=METADATA_UNCAPTURED
-)
+SIZE = define("row_store_size", _size_spec, lambda xp: lambda store: np.int64(store.size), flops=free, traits=METADATA)
 
 
 class RowStore(Handle):

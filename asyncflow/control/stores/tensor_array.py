@@ -19,7 +19,7 @@ from asyncflow.control.stores.handles import Handle
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_EACH, OPAQUE, Access, Effects, Op, Traits, define
+from asyncflow.graph.op import KERNELS, METADATA, NEW_EACH, Access, Effects, Op, Traits, define
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64
@@ -131,7 +131,7 @@ def _array_op(
     *,
     effects: Callable[[Node], Effects] | None = None,
     host_inputs: Collection[int] = (),
-    traits: Traits = OPAQUE,
+    traits: Traits = KERNELS,
 ) -> Op:
     """An op whose kernel is a method of the array, which needs no attributes; `infer` gets the inputs behind it."""
 
@@ -158,7 +158,9 @@ def _ints(values: Array) -> list[int]:
 
 
 # Two arrays made with equal arguments are not interchangeable: reading one must not use up the other.
-TENSOR_ARRAY = define("tensor_array", _new_spec, _new_kernel, conduct=NEW_EACH, flops=free, host_inputs=(0,))
+TENSOR_ARRAY = define(
+    "tensor_array", _new_spec, _new_kernel, conduct=NEW_EACH, flops=free, host_inputs=(0,), traits=KERNELS
+)
 WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(int(index), value), host_inputs=(1,))
 READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)), host_inputs=(1,))
 ELEMENT_SHAPE = _array_op(
@@ -166,7 +168,7 @@ ELEMENT_SHAPE = _array_op(
     lambda index, *, element: Spec(int64, (element.rank,)),
     lambda array, index: array.element_shape(int(index)),
     host_inputs=(1,),
-    traits=METADATA_UNCAPTURED,
+    traits=METADATA,
 )
 """Op that returns the shape of an element without reading it, for uses of the shape alone; see
 `compiler.shape_rules`.

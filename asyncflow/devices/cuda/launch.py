@@ -149,9 +149,10 @@ class CudaRegionLauncher:
         self._device = device
         stream = device.compute_streams[info.stream]
         self.graphs: GraphCache[RegionGraph] | None = None
-        if info.code.captures:
+        if (code := info.code.graph) is not None:
             device.make_capturable()
-            region = CapturedRegion(device.cupy, stream, device.pool, function, info.name, is_generator)
+            has_context = info.conduct.needs_context
+            region = CapturedRegion(device.cupy, stream, device.pool, function, info.name, code, has_context)
             self.graphs = region.graphs
             function = region.steps if is_generator else region
         self._function = self._stepped(function) if is_generator else self._called(function)

@@ -30,17 +30,18 @@ class SimRegionLauncher:
         graphs: the CUDA graphs that it has become; None where it becomes none.
     """
 
-    __slots__ = ("_device", "_function", "_info", "_is_noted", "_stream", "_whole", "graphs")
+    __slots__ = ("_code", "_device", "_function", "_info", "_is_noted", "_stream", "_whole", "graphs")
 
     def __init__(self, device: SimDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         self._info = info
         self._stream = device.compute_streams[info.stream]
-        self.graphs: GraphCache[object] | None = GraphCache(info.name) if info.code.captures else None
+        self.graphs: GraphCache[object] | None = None if info.code.graph is None else GraphCache(info.name)
         # A region that could be a graph and is none notes the time that a graph would save.
         self._is_noted = info.code.could_capture and self.graphs is None
         self._whole = driven(function) if is_generator else function
         self._function = function if is_generator else None
+        self._code = info.code.graph
 
     def __call__(self, *args: Value) -> Placed:
         """The outputs, or a generator that is driven as the region's own is and returns them.
@@ -106,25 +107,36 @@ class SimRegionLauncher:
 
     def _captured(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph, which is bound to buffers of its own; None if there is none for such inputs."""
-        if self.graphs is None or self.graphs.is_refused:
+        code = self._code
+        if self.graphs is None or code is None or self.graphs.is_refused:
             return None
-        key = tuple([_key(value) for value in inputs])
+        inputs = inputs[1:] if self._info.conduct.needs_context else inputs
+        key = tuple([_number(value) if place in code.numbers else _key(value) for place, value in enumerate(inputs)])
         if self.graphs.get(None if None in key else key, object) is None:
             return None
         device, stream, name = self._device, self._stream, self._info.name
         device.fill_buffers(stream, _arrays(inputs), name)
         try:
-            with device.in_graph(), quiet():
-                outputs: tuple[Value, ...] = self._whole(*inputs)
+            with code.alone() as given, device.in_graph(), quiet():
+                if any(value is None for value in given):
+                    return None
+                outputs, left = code.run(inputs, given)
+                for variable, start, end in zip(code.variables, given, left, strict=True):
+                    if end is not start:
+                        variable.put(end)
         except NotCapturableError as error:
             self.graphs.refuse(error)
             return None
         device.empty_buffers(stream, _arrays(outputs), name)
-        return outputs
+        return tuple(outputs)
 
 
 def _arrays(values: Sequence[Value]) -> list[SimArray]:
     return [value for value in values if isinstance(value, SimArray)]
+
+
+def _number(value: Value) -> Hashable:
+    return (value.dtype, ()) if isinstance(value, np.generic) else _key(value)
 
 
 def _key(value: Value) -> Hashable:

@@ -116,7 +116,7 @@ ENSURE_SHAPE = define(
     lambda x, *, shape: Spec(x.dtype, merge(x.shape, shape)),
     lambda xp, *, shape: lambda value: value,
     flops=free,
-    traits=Traits(Memory.ANY, is_capturable=False, is_cheap=True),
+    traits=Traits(Memory.ANY, is_capturable=True, is_cheap=True),
 )
 """Op that passes its input on with a shape that inference could not find."""
 

@@ -56,8 +56,10 @@ class SessionOptions:
         fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
             runs; results are the same but for rounding in transcendental functions.
         cuda_graphs: with `regions`, launch a region of elementwise operations, reductions and products of matrices as
-            one CUDA graph. That begins once it has run a few times with the same shapes and the same numbers on the
-            host. New; right on the one card it ran on, and about three times as fast there.
+            one CUDA graph, with its loops, stores and variables. That begins once it has run a few times with the same
+            shapes and the same integers on the host. ``Plan.explain()`` says for each region whether a graph launches
+            it. New; right on the one card it ran on, and about three times as fast there. Graphs with stores and
+            variables have run on the stand-in for a card alone.
         device_while: run loops that decide by arrays on the card, with no copy to the host in between. Their bodies
             are such operations, branches and loops. It needs the package ``cuda-bindings``, which the extras
             ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop whether the

@@ -26,7 +26,7 @@ from asyncflow.graph.building.build import (
 )
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import Access, Effects, Op, define, register
+from asyncflow.graph.op import KERNELS, OPAQUE, Access, Effects, Op, define, register
 from asyncflow.graph.resource import Resource, revives
 from asyncflow.graph.values.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.values.operators import Operators
@@ -267,7 +267,8 @@ def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
         return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
-    return define(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE), conduct=Conduct(commutes=True))
+    conduct, effects = Conduct(commutes=True), _effects(Access.WRITE)
+    return define(name, _arithmetic_spec(ufunc), kernel, effects=effects, conduct=conduct, traits=KERNELS)
 
 
 def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
@@ -287,19 +288,30 @@ def _read_kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
     return variable.read if xp is np else partial(variable.read_in, xp)
 
 
-VARIABLE_READ = define("variable_read", lambda *, variable: variable.spec, _read_kernel, effects=_effects(Access.READ))
+VARIABLE_READ = define(
+    "variable_read", lambda *, variable: variable.spec, _read_kernel, effects=_effects(Access.READ), traits=KERNELS
+)
+# A CUDA graph holds these: a variable is an input of it, and a result. A user's update below it does not.
 ASSIGN = define(
     "variable_assign",
     _assign_spec,
     lambda xp, *, variable: variable.assign if xp is np else partial(variable.assign, xp=xp),
     effects=_effects(Access.WRITE),
+    traits=KERNELS,
 )
 ASSIGN_ADD = _arithmetic("variable_assign_add", np.add)
 ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
 UPDATE = define(
-    "variable_update", _update_spec, _update_kernel, effects=_effects(Access.WRITE), host_inputs=_update_host_inputs
+    "variable_update",
+    _update_spec,
+    _update_kernel,
+    effects=_effects(Access.WRITE),
+    host_inputs=_update_host_inputs,
+    traits=KERNELS,
 )
-USER_UPDATE = register(replace(UPDATE, name="variable_user_update", conduct=Conduct(is_user=True), host_inputs=()))
+USER_UPDATE = register(
+    replace(UPDATE, name="variable_user_update", conduct=Conduct(is_user=True), host_inputs=(), traits=OPAQUE)
+)
 """An update whose function calls user code, so it may take long however small its values are.
 
 An update that looks at values does so as well, which only the host can: its variable lives on a CPU."""

@@ -40,18 +40,18 @@ class VariableState:
     """The value of a variable in one session or container; thread-safe.
 
     Invariants: `value` is None, a NumPy scalar, an immutable array, or a `HeldValue`; it fits `spec`; it is only ever
-    replaced as a whole, under the lock. Values made by a device with a memory of its own stay there. Every other device
+    replaced as a whole, under `lock`. Values made by a device with a memory of its own stay there. Every other device
     that reads such a value, or a NumPy array, keeps a copy here until it reads another value.
     """
 
-    __slots__ = ("__weakref__", "_copies", "_lock", "_shape", "name", "spec", "value")
+    __slots__ = ("__weakref__", "_copies", "_shape", "lock", "name", "spec", "value")
 
     def __init__(self, name: str, spec: Spec, initial: Array | None = None) -> None:
         self.name = name
         self.spec = spec
         self.value: Array | HeldValue | None = None if initial is None else immutable(initial)
         self._shape = spec.shape if is_static(spec.shape) else None
-        self._lock = Lock()
+        self.lock = Lock()
         self._copies: tuple[Array | HeldValue, dict[Namespace, Array | HeldValue]] | None = None
         """A value and its copies by namespace: a `HeldValue`, or an array where there is no holder."""
 
@@ -134,12 +134,16 @@ class VariableState:
         Raises:
             DTypeError, ShapeError: it does not fit.
         """
-        self._check(x)
+        self.check(x)
         given = immutable(x)
         value = _held(given, xp)
-        with self._lock:
+        with self.lock:
             self.value = value
         return given
+
+    def put(self, x: Value, xp: Namespace) -> None:
+        """Make `x`, an array of `xp` that fits, the value; the caller holds `lock`."""
+        self.value = _held(immutable(x), xp)
 
     def apply(self, fn: Kernel, *args: Value, xp: Namespace = np) -> Value:
         """Make ``fn(old, *args)`` the value and return it; call `fn` again if another write came between.
@@ -155,18 +159,18 @@ class VariableState:
             old = self._found()
             given = self._computed(fn, old, args, xp)
             value = _held(given, xp)
-            with self._lock:
+            with self.lock:
                 if self.value is old:
                     self.value = value
                     return given
-        with self._lock:
+        with self.lock:
             given = self._computed(fn, self._found(), args, xp)
             self.value = _held(given, xp)
             return given
 
     def _computed(self, fn: Kernel, old: Array | HeldValue, args: tuple[Value, ...], xp: Namespace) -> Value:
         new = fn(self._converted(old, xp), *args)
-        self._check(new)
+        self.check(new)
         return immutable(new)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ class VariableState:
         given = arrays.get("")
         if given is not None and not given.ndim:
             given = immutable(given)
-        with self._lock:
+        with self.lock:
             self.value = given
 
     def successor(self, arrays: Mapping[str, Array]) -> VariableState:
@@ -205,7 +209,7 @@ class VariableState:
 
     def forget(self) -> object:
         """Drop the value, which is not read any more; return the objects that hold the memory until dropped."""
-        with self._lock:
+        with self.lock:
             held = self.value, self._copies
             self.value = self._copies = None
         return held
@@ -237,12 +241,17 @@ class VariableState:
                 host = as_host_value(await value.holder.fetched(value.handle))
             except DeviceLostError:
                 return  # whoever reads it is told
-        with self._lock:
+        with self.lock:
             if self.value is value:
                 self.value = host
                 self._copies = None
 
-    def _check(self, x: Array) -> None:
+    def check(self, x: Array) -> None:
+        """Check that a value fits the variable.
+
+        Raises:
+            DTypeError, ShapeError: it does not.
+        """
         dtype = getattr(x, "dtype", None)
         if dtype != self.spec.dtype:
             found = type(x).__name__ if dtype is None else dtype_name(dtype)

@@ -21,7 +21,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from asyncflow.autodiff.stores.saved_values import READ_SAVED
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE, READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.kernels.kernels import asks_for_memory, is_light, is_small_spec, waits_for_saved
@@ -92,7 +92,7 @@ class RegionGenerator(Source):
         decide: for a function that runs without stops: returns the callable in place of a branch or loop. The function
             yields what that returns, and is sent the results.
         swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
-            iteration for which memory is short.
+            iteration for which memory is short. None: nothing moves, and `MOVING_STORE` is bound as `NEW_STORE` is.
         spare_bytes: how many bytes of buffers the function may keep to write to them again.
         account: is told what the function holds, at a few places; None where each value is tracked.
     """
@@ -412,7 +412,7 @@ class RegionGenerator(Source):
         infix = _INFIX.get(kernel)
         if infix is not None:
             return infix.format(*arguments)
-        if node.op.conduct.needs_context:
+        if node.op.conduct.needs_context and (self.swapping is not None or node.op is not MOVING_STORE):
             self.needs_context = True
             arguments.insert(0, self.context(block))
         if out is not None:

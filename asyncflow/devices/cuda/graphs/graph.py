@@ -14,14 +14,15 @@ region whose capture fails, for whatever reason: it runs as it would without gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
+from asyncflow.devices.captures import GraphCache, GraphCode, NotCapturableError, host_key
 from asyncflow.devices.cuda.memory import PrivatePool
+from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.values import is_plain
 from asyncflow.errors import a_kind
 from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
@@ -48,9 +49,26 @@ def array_key(array: CupyArray) -> Hashable:
     return (array.dtype, array.shape, "F") if flags.f_contiguous else None
 
 
-def key_of(values: Sequence[Value], ndarray: type) -> tuple[Hashable, ...] | None:
-    """The key of a region's inputs; None if there is no graph for them."""
-    key = tuple([array_key(value) if isinstance(value, ndarray) else host_key(value) for value in values])
+def key_of(
+    values: Sequence[Value], ndarray: type, numbers: Collection[int] = frozenset()
+) -> tuple[Hashable, ...] | None:
+    """The key of a region's inputs; None if there is no graph for them.
+
+    Args:
+        values: of the inputs.
+        ndarray: CuPy's class.
+        numbers: positions of numbers that the graph has buffers for.
+    """
+    key = tuple(
+        [
+            array_key(value)
+            if isinstance(value, ndarray)
+            else (value.dtype, (), "C")
+            if place in numbers and isinstance(value, np.generic)
+            else host_key(value)
+            for place, value in enumerate(values)
+        ]
+    )
     return None if None in key else key
 
 
@@ -116,14 +134,21 @@ def empty_as(cupy: Cupy, array: CupyArray) -> CupyArray:
     return cupy.empty(array.shape, array.dtype, order="C" if array.flags.c_contiguous else "F")
 
 
+def buffer_for(cupy: Cupy, value: CupyArray) -> CupyArray:
+    """A buffer for arrays like `value`, or for numbers of its dtype."""
+    return empty_as(cupy, value) if isinstance(value, cupy.ndarray) else cupy.empty((), value.dtype)
+
+
 def without_gaps(cupy: Cupy, array: CupyArray) -> CupyArray:
     """Return `array`, or a copy if it is a view with gaps."""
     return array if array.flags.forc else cupy.ascontiguousarray(array)
 
 
 def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> None:
-    """Copy between arrays of one layout, by the stream `raw`."""
-    if source.nbytes:
+    """Copy between arrays of one layout, by the stream `raw`, which is the current one; or write a number."""
+    if not isinstance(source, cupy.ndarray):
+        target.fill(source)
+    elif source.nbytes:
         runtime = cupy.cuda.runtime
         runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, raw.ptr)
 
@@ -134,53 +159,63 @@ def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> Non
 class RegionGraph:
     """A captured region.
 
-    What its kernels use stays as long as it does: the buffers, which keep their pool, and the constants of the
-    function.
+    What its kernels use stays as long as it does: the buffers, which keep their pool, and the constants of the code.
     """
 
-    __slots__ = ("_cupy", "_function", "_graph", "_inputs", "_outputs", "_raw")
+    __slots__ = ("_buffers", "_code", "_cupy", "_graph", "_outputs", "_raw")
 
-    def __init__(self, cupy: Cupy, raw: Raw, function: Kernel, inputs: Sequence[Value]) -> None:
+    def __init__(self, cupy: Cupy, raw: Raw, code: GraphCode, inputs: Sequence[Value], given: Sequence[Value]) -> None:
         """Capture; a private pool is the stream's pool meanwhile.
 
         Args:
             cupy: the module.
             raw: the CuPy stream.
-            function: takes `inputs` and gives the tuple of outputs.
+            code: of the region.
             inputs: of a call.
+            given: values of the variables.
         """
         ndarray = cupy.ndarray
         self._cupy = cupy
         self._raw = raw
-        self._function = function
-        buffers = [empty_as(cupy, value) if isinstance(value, ndarray) else value for value in inputs]
-        self._inputs = [buffer if isinstance(buffer, ndarray) else None for buffer in buffers]
+        self._code = code
+        starts = [
+            buffer_for(cupy, value) if isinstance(value, ndarray) or place in code.numbers else value
+            for place, value in enumerate(inputs)
+        ]
+        variables = [buffer_for(cupy, value) for value in given]
+        self._buffers = [buffer if isinstance(buffer, ndarray) else None for buffer in (*starts, *variables)]
 
         def record() -> list[Placed]:
-            outputs = function(*buffers)
-            return [without_gaps(cupy, value) if isinstance(value, ndarray) else value for value in outputs]
+            outputs, left = code.run(starts, variables)
+            # A variable that was not written gets no new value.
+            ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
+            return [without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in (*outputs, *ends)]
 
         self._graph, self._outputs = capture(raw, record)
         for value in self._outputs:
-            if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
+            if value is not None and not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
                 raise NotCapturableError(f"it gives {a_kind(type(value))}")
 
-    def launch(self, inputs: Sequence[Value]) -> tuple[Placed, ...]:
-        """The outputs for `inputs`, in new arrays.
+    def launch(self, inputs: Sequence[Value], given: Sequence[Value]) -> tuple[Placed, ...]:
+        """The outputs for `inputs`, in new arrays; variables have their new values afterwards.
 
         Raises:
             MemoryLimitExceeded: they do not fit; nothing was launched.
         """
         cupy, raw = self._cupy, self._raw
         results = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in self._outputs]
-        for buffer, value in zip(self._inputs, inputs, strict=True):
+        for buffer, value in zip(self._buffers, (*inputs, *given), strict=True):
             if buffer is not None:
                 copy_into(cupy, buffer, value, raw)
         self._graph.launch(stream=raw)
         for result, output in zip(results, self._outputs, strict=True):
             if result is not output:
                 copy_into(cupy, result, output, raw)
-        return tuple(results)
+        count = len(results) - len(given)
+        for variable, end in zip(self._code.variables, results[count:], strict=True):
+            if end is not None:
+                variable.put(end)
+        return tuple(results[:count])
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -193,9 +228,11 @@ class CapturedRegion:
         cupy: the module.
         stream: the compute stream that the region runs on.
         pool: where the device's memory comes from.
-        function: takes CuPy's arrays and host values, launches on the current stream, and gives a tuple of them.
+        function: takes CuPy's arrays and host values, launches on the current stream, and gives a tuple of them; or a
+            generator that returns the tuple, and is sent how much to do at a time.
         label: for logs, and for what the memory of its graphs is called.
-        is_generator: `function` gives a generator that returns the tuple; it is sent how much to do at a time.
+        code: of its graphs.
+        takes_context: the first argument of `function` is a context, which graphs do without.
         graphs: the CUDA graphs that it has become.
     """
 
@@ -204,7 +241,8 @@ class CapturedRegion:
     pool: CudaPool
     function: Kernel
     label: str
-    is_generator: bool = False
+    code: GraphCode
+    takes_context: bool = False
     graphs: GraphCache[RegionGraph] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,10 +264,22 @@ class CapturedRegion:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
         if self.graphs.is_refused:
             return None
-        key = key_of(inputs, self.cupy.ndarray)
-        return self.graphs.launched(key, lambda: self._captured(inputs), lambda graph: graph.launch(inputs))
+        code, ndarray = self.code, self.cupy.ndarray
+        inputs = inputs[1:] if self.takes_context else inputs
+        key = key_of(inputs, ndarray, code.numbers)
+        if not code.variables or key is None:
+            return self.graphs.launched(key, lambda: self._captured(inputs, ()), lambda graph: graph.launch(inputs, ()))
+        try:
+            with code.alone() as given:
+                of_variables = key_of(given, ndarray, range(len(given)))
+                return self.graphs.launched(
+                    None if of_variables is None else (*key, *of_variables),
+                    lambda: self._captured(inputs, given),
+                    lambda graph: graph.launch(inputs, given),
+                )
+        except MemoryLimitExceeded:  # of a variable that is elsewhere: the code itself says which node reads it
+            return None
 
-    def _captured(self, inputs: Sequence[Value]) -> RegionGraph:
-        function = driven(self.function) if self.is_generator else self.function
+    def _captured(self, inputs: Sequence[Value], given: Sequence[Value]) -> RegionGraph:
         with PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}"):
-            return RegionGraph(self.cupy, self.stream.raw, function, inputs)
+            return RegionGraph(self.cupy, self.stream.raw, self.code, inputs, given)
