@@ -11,6 +11,7 @@ import pytest
 
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.launch import LONG_ELEMENTS, STEP_LAUNCHES, is_coroutine_function
+from asyncflow.devices.cuda.progress import MOST_AHEAD
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.memory import MemoryLimitExceeded
@@ -205,6 +206,25 @@ async def test_a_step_of_a_region_counts_as_its_possible_launches(cupy: FakeCupy
         firing.close()
         device.bind_region(lambda x: (x,), info(single=False, code=CodeInfo(launches=5)), is_generator=False)(x)
         assert device.launched == 3 * STEP_LAUNCHES + 5
+
+
+async def test_a_step_of_a_region_launches_no_more_than_the_card_is_ahead(cupy: FakeCupy) -> None:
+    """Its driver may have measured a clock that hardly moves, and ask for thousands of iterations."""
+    budgets: list[int | None] = []
+
+    def steps(x: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        budgets.append((yield None))
+        budgets.append((yield None))
+        yield None
+        return (x,)
+
+    async with opened(cupy) as device:
+        x = await device.fed(VALUE, "x")
+        firing = device.bind_region(steps, info(single=False, code=CodeInfo(launches=4)), is_generator=True)(x)
+        for budget in (None, 3, 4096):
+            firing.send(budget)
+        firing.close()
+    assert budgets == [3, MOST_AHEAD // 4]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -252,12 +252,12 @@ REGIONS: dict[str, tuple[Callable[[af.Tensor], Any], dict[str, Any], str]] = {
     "state": (
         lambda x: chain(x * af.Variable(np.float32(2), name="scale")),
         {"cuda_graphs": True},
-        "one by one: scale/read (variable_read, HERE) reads or writes state",
+        "becomes a CUDA graph for each kind of inputs that comes again: ",
     ),
     "stores": (
         lambda x: af.scan(lambda total, y: total + y, x, x[0])[1],
         {"cuda_graphs": True},
-        "one by one: tensor_array (tensor_array, HERE) keeps arrays in a store, and 4 nodes more",
+        "becomes a CUDA graph for each kind of inputs that comes again: ",
     ),
     "checks": (chain, {"cuda_graphs": True, "check_numerics": True}, "one by one: check_numerics=True looks at every"),
     "branches": (

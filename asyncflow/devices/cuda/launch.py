@@ -21,6 +21,7 @@ import numpy as np
 from asyncflow.devices.captures import GraphCache
 from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.graphs.graph import CapturedRegion, RegionGraph
+from asyncflow.devices.cuda.progress import MOST_AHEAD
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.protocol import HostKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.values import DeviceValue, as_scalar, is_plain, stays_on_host
@@ -196,6 +197,8 @@ class CudaRegionLauncher:
         def steps(*args: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
             stream, device, info = self._values.stream, self._device, self._info
             launches = min(info.code.launches, STEP_LAUNCHES)
+            # A driver that has measured a short time would launch more at once than the card's queue takes.
+            most = max(1, MOST_AHEAD // max(1, launches))
             budget: int | None = None
             try:
                 if info.code.vectors:
@@ -215,6 +218,7 @@ class CudaRegionLauncher:
                         with stream:
                             return self._outputs(ended.value)
                     budget = yield begins_loop
+                    budget = None if budget is None else min(budget, most)
             except RuntimeError as error:
                 raise device.cause_of(error)  # noqa: B904 - which has its cause
 
