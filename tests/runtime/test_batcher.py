@@ -647,6 +647,10 @@ def test_costs_are_remembered_by_few_sizes_and_change_with_the_machine() -> None
         for _ in range(3):
             costs.observe(size, 1000.0)
     assert len(costs.taken_ns) <= 65
+    few = CallCosts()
+    for size in (1, *range(10, 200)):
+        few.observe(size, 1000.0)
+    assert (few.observe(2, 9000.0), few.taken_ns[1]) == (10, 1000.0)
     assert costs.best(64, 64) == 64
     for _ in range(60):
         costs.observe(64, 1e9)

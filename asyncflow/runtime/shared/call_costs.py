@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 _MOST_SIZES = 64
-"""Most sizes for which call times are kept; calls of further sizes count for the nearest."""
+"""Most sizes for which call times are kept; calls of further sizes count for the nearest but 1."""
 
 _FRESH = 0.25
 """Weight of a new measurement against the earlier mean."""
@@ -57,7 +57,7 @@ class SizeTimes:
         """Note that a call of a size took so long; return the size for which it is counted."""
         known = self.taken_ns.get(size)
         if known is None and size > 1 and len(self.taken_ns) >= _MOST_SIZES:
-            size = min(self.taken_ns, key=lambda other: abs(other - size))
+            size = min([other for other in self.taken_ns if other > 1], key=lambda other: abs(other - size))
             known = self.taken_ns[size]
         count = self._counts[size] = self._counts.get(size, 0) + 1
         if known is None:
