@@ -137,7 +137,9 @@ class ToldAccount(MemoryAccount):
                     more += watch.update(self._looked_at(store.held, watch, holding.others(), may_look=may_look))
                 elif not hasattr(store, "counts"):  # else it tracks its arrays
                     nbytes += getattr(store, "nbytes", 0)
-            self.at_most += more + self._watch_of(holding).update(nbytes)
+            more += self._watch_of(holding).update(nbytes)
+            # No call while `at_most` is read and written: a finalizer that runs then may settle what has been freed.
+            self.at_most += more
             if self.at_most + ahead > self._lap:
                 self._lap = self.at_most + ahead
 

@@ -66,6 +66,22 @@ def test_a_function_that_raises_no_peak_is_counted_once_it_may_stop(monkeypatch:
     assert account.peak == 21 * KIB
 
 
+def test_a_finalizer_may_ask_for_the_bytes_while_others_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may collect garbage after any call of the account."""
+    account, ended, second = ToldAccount("cpu:0"), [Holding()], Holding()
+    account.tell(ended[0], 10 * KIB, 0)
+    find, asked = ToldAccount._watch_of, list[int]()
+
+    def interrupted(self: ToldAccount, what: object) -> Any:
+        ended.clear()
+        asked.append(self.used)
+        return find(self, what)
+
+    monkeypatch.setattr(ToldAccount, "_watch_of", interrupted)
+    account.tell(second, 20 * KIB, 0)
+    assert (asked, account.used) == ([0], 20 * KIB)
+
+
 def test_tracked_arrays_count_beside_reports() -> None:
     account, holding, value = ToldAccount("cpu:0"), Holding(), array()
     account.track(value, "node")
