@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from asyncflow.errors import counted
 from asyncflow.profiler.summary import format_duration
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ class ProgramProgress:
         now_s = self._clock()
         machine = self._machines[-1]
         known = self._known
-        runs, virtual = len(self._trace.runs), format_duration(machine.now_ns())
-        told = f"{runs} run{'' if runs == 1 else 's'}, {virtual} simulated in {_seconds(now_s - self._started_s)}"
+        runs, virtual = counted(len(self._trace.runs), "run"), format_duration(machine.now_ns())
+        told = f"{runs}, {virtual} simulated in {_seconds(now_s - self._started_s)}"
         if known is None:
             return told
         done, left_s = known

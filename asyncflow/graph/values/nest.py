@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError, a_kind
+from asyncflow.errors import GraphError, a_kind, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -220,7 +220,7 @@ def describe(structure: Structure) -> str:
         return "None"
     if kind in (tuple, list):
         count = len(structure.children)
-        return f"{a_kind(kind)} of {count} value{'s' * (count != 1)}" if count else f"an empty {kind.__name__}"
+        return f"{a_kind(kind)} of {counted(count, 'value')}" if count else f"an empty {kind.__name__}"
     if kind in _registered:
         return a_kind(kind)
     keys = ", ".join(map(repr if issubclass(kind, dict) else str, structure.keys))

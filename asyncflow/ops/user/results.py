@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, brief
+from asyncflow.errors import DTypeError, brief, counted
 from asyncflow.graph.building.build import is_masked, is_symbolic
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import dtype_name, string
@@ -59,7 +59,7 @@ class Results:
         except nest.StructureMismatch as error:
             found = len(nest.flatten(returned)[0])
             raise TypeError(
-                f"the function returned {found} value{'s' * (found != 1)}, {_describe(returned)}, and "
+                f"the function returned {counted(found, 'value')}, {_describe(returned)}, and "
                 f"{len(self._specs)} are declared: {error}"
             ) from None
 

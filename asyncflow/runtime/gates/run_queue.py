@@ -55,7 +55,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from asyncflow.compiler.run_cost import RunCost
-from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
+from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError, counted
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import SHARE, share_of
 
@@ -494,8 +494,8 @@ class RunQueue(Generic[R]):
         runs = len(self.in_flight)
         most = f'max_runs="auto", here {self.max_runs}' if self.is_auto else f"max_runs={self.max_runs}"
         return OverloadedError(
-            f"overloaded: {runs} run{'' if runs == 1 else 's'} in flight ({most}), and this run {why}; it did not "
-            f"start; retry in {retry_after_s:.2g} s, or ask another server",
+            f"overloaded: {counted(runs, 'run')} in flight ({most}), and this run {why}; it did not start; "
+            f"retry in {retry_after_s:.2g} s, or ask another server",
             retry_after_s=retry_after_s,
             runs=runs,
             queued=self.queued,
