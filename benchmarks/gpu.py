@@ -303,7 +303,7 @@ async def measure_lstm(
     chosen = LSTM_SIZES | (sizes or {})
     model = random_model(**chosen)
     outputs = model.xs.size
-    ours = _step(chosen)
+    ours = lstm_step(chosen)
     trials: dict[str, Trial] = {ASYNCFLOW: timed_step_await(outputs, ours.run)}
     if peers.torch is not None:
         # cuDNN's LSTM takes TF32 by default.
@@ -329,16 +329,17 @@ def _cards_of(jax: Any) -> Sequence[Any]:
     return cards
 
 
-def _step(sizes: dict[str, int]) -> AsyncflowStep:
+def lstm_step(sizes: dict[str, int], **options: Any) -> AsyncflowStep:
+    """Make the step on the card, in a session with these options."""
     model = random_model(**sizes)
-    return AsyncflowStep(model, looped, model.xs.size, [np.array(len(model.xs), np.int32)], devices=[CARD])
+    return AsyncflowStep(model, looped, model.xs.size, [np.array(len(model.xs), np.int32)], devices=[CARD], **options)
 
 
 def draw_lstm(results: Sequence[Result], folder: Path, *, sizes: dict[str, int] | None = None) -> list[Path]:
     """The timeline of a step, with its copies beside its kernels."""
 
     async def traced() -> af.Trace:
-        step = _step(LSTM_SIZES | {"steps": 20} | (sizes or {}))
+        step = lstm_step(LSTM_SIZES | {"steps": 20} | (sizes or {}))
         async with step.session:
             await step.run()
             with af.Trace() as trace:
