@@ -18,7 +18,8 @@ from asyncflow.compiler.batching.products_ahead import PRODUCT_AHEAD
 from asyncflow.compiler.memory.saved import Saved, explain_saved
 from asyncflow.compiler.placement.node_costs import RegionEstimate, estimate_region
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.program.kernels.fused import FUSED, kernel_source
+from asyncflow.compiler.program.kernels.fused import FUSED
+from asyncflow.compiler.program.kernels.kernel_text import kernel_source
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.compiler.program.kernels.transfers import RECV, SEND, TO_HOST
 from asyncflow.compiler.program.survey import NOTHING_TOUCHED, Survey

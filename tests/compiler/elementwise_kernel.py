@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from asyncflow.compiler.program.kernels.fused import KernelSource
+from asyncflow.compiler.program.kernels.kernel_text import KernelSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

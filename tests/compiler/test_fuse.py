@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.compiler.program.kernels.fused import FUSED, kernel_source
+from asyncflow.compiler.program.kernels.fused import FUSED
+from asyncflow.compiler.program.kernels.kernel_text import kernel_source
 from asyncflow.compiler.program.kernels.kernels import bind_kernel
 from asyncflow.compiler.regions.code.codegen import RegionGenerator
 from asyncflow.compiler.regions.fuse import fuse_line, fuse_region

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.fake_cupy import graphs
-from tests.fake_cupy.errors import CUDARuntimeError
+from tests.fake_cupy.errors import CUDADriverError, CUDARuntimeError, driver_name
 from tests.fake_cupy.graphs import CapturedGraph, Step
 
 if TYPE_CHECKING:
@@ -22,6 +22,13 @@ class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_NOT_SUPPORTED = 801
+
+    @classmethod
+    def _missing_(cls, value: object) -> CUresult:
+        assert isinstance(value, int)
+        made = int.__new__(cls, value)
+        made._name_, made._value_ = driver_name(value), value
+        return made
 
 
 class cudaStreamCaptureMode(enum.IntEnum):
@@ -95,6 +102,10 @@ class CUgraphNode(Handle):
     """A node; its thing is a `Step`."""
 
 
+class CUfunction(Handle):
+    """A kernel, by the handle that CuPy's function has."""
+
+
 class CUgraphConditionalHandle(Handle):
     """The value that a conditional node looks at."""
 
@@ -136,6 +147,8 @@ class Bindings:
             cuCtxGetCurrent=lambda: (CUresult.CUDA_SUCCESS, CUcontext(0x77)),
             cuGraphConditionalHandleCreate=self.handle_create,
             cuGraphAddNode=self.add_node,
+            CUfunction=CUfunction,
+            cuLaunchKernel=self.launch_kernel,
         )
         self.runtime = SimpleNamespace(
             cudaStreamCaptureMode=cudaStreamCaptureMode,
@@ -146,6 +159,24 @@ class Bindings:
             cudaStreamBeginCaptureToGraph=self.begin_to_graph,
             cudaStreamEndCapture=self.end_capture,
         )
+
+    def launch_kernel(
+        self,
+        function: CUfunction,
+        *extents: int,
+    ) -> tuple[CUresult]:
+        """Launch a raw kernel with the parameters at an address; see `RawKernel.launch`."""
+        *grid_and_block, shared_nbytes, stream, record, extra = extents
+        if len(grid_and_block) != 6:
+            raise TypeError("cuLaunchKernel(f, gx, gy, gz, bx, by, bz, sharedMemBytes, hStream, kernelParams, extra)")
+        if extra or not all(isinstance(given, int) for given in extents) or not all(grid_and_block):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        try:
+            kernel = self._fake.raw_kernels[int(function)]
+            kernel.launch(grid_and_block, shared_nbytes, self._queue(stream), record)
+        except (CUDARuntimeError, CUDADriverError) as error:
+            return (CUresult(error.status),)
+        return (CUresult.CUDA_SUCCESS,)
 
     def handle_create(self, graph: Any, ctx: Any, default: int, flags: int) -> tuple[Any, ...]:
         if not isinstance(graph, CUgraph) or not isinstance(ctx, CUcontext):

@@ -8,11 +8,15 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <ucontext.h>
+#include <vector>
 
 #define __device__
 #define __host__
 #define __forceinline__ inline
 #define __restrict__
+#define __global__
+#define __shared__ static
 
 using std::abs; using std::acos; using std::acosh; using std::asin; using std::asinh; using std::atan; using std::atan2;
 using std::atanh; using std::cbrt; using std::ceil; using std::copysign; using std::cos; using std::cosh; using std::erf;
@@ -122,3 +126,66 @@ struct Indexer {
   long long size_, i_;
   long long size() const { return size_; }
 };
+
+// Threads of a kernel of our own, which run one by one: in turns from barrier to barrier if it has barriers.
+struct Extent { unsigned x, y, z; };
+static Extent threadIdx, blockIdx, blockDim, gridDim;
+
+// An address among a kernel's parameters: whatever is not in the memory that it points into is not touched.
+template <typename T> struct Checked {
+  char *at_, *low_, *high_;
+  int* outside_;
+  T& operator[](long long i) const {
+    char* p = at_ + i * (long long)sizeof(T);
+    if (p >= low_ && p + sizeof(T) <= high_) return *(T*)p;
+    *outside_ = 1;
+    static typename std::remove_const<T>::type nothing;
+    return nothing;
+  }
+};
+
+static ucontext_t asyncflow_block;
+static std::vector<ucontext_t> asyncflow_threads;
+static unsigned asyncflow_thread;
+inline void __syncthreads() { swapcontext(&asyncflow_threads[asyncflow_thread], &asyncflow_block); }
+
+static bool asyncflow_has_ended;
+template <typename F> static F* asyncflow_kernel;
+template <typename F> void asyncflow_ended() { (*asyncflow_kernel<F>)(); asyncflow_has_ended = true; }
+
+// Runs all blocks, one after the other. Threads that have ended are not come to again.
+template <typename F> void asyncflow_run(unsigned blocks, unsigned threads, bool has_barriers, F kernel) {
+  gridDim = {blocks, 1, 1};
+  blockDim = {threads, 1, 1};
+  for (unsigned block = 0; block < blocks; ++block) {
+    blockIdx = {block, 0, 0};
+    if (!has_barriers) {
+      for (unsigned thread = 0; thread < threads; ++thread) { threadIdx = {thread, 0, 0}; kernel(); }
+      continue;
+    }
+    constexpr std::size_t room = 1 << 16;
+    static std::vector<char> stacks;
+    stacks.resize(threads * room);
+    asyncflow_threads.resize(threads);
+    asyncflow_kernel<F> = &kernel;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+      ucontext_t& own = asyncflow_threads[thread];
+      getcontext(&own);
+      own.uc_stack.ss_sp = &stacks[thread * room];
+      own.uc_stack.ss_size = room;
+      own.uc_link = &asyncflow_block;
+      makecontext(&own, (void (*)())asyncflow_ended<F>, 0);
+    }
+    std::vector<bool> ended(threads);
+    for (unsigned left = threads; left;) {
+      for (unsigned thread = 0; thread < threads; ++thread) {
+        if (ended[thread]) continue;
+        threadIdx = {thread, 0, 0};
+        asyncflow_thread = thread;
+        asyncflow_has_ended = false;
+        swapcontext(&asyncflow_block, &asyncflow_threads[thread]);
+        if (asyncflow_has_ended) { ended[thread] = true; --left; }
+      }
+    }
+  }
+}

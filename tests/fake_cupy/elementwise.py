@@ -81,7 +81,11 @@ def parse_one(words: Sequence[str], is_const: bool) -> Parameter:
     return Parameter(name, dtype, TYPE_NAMES[dtype.name], raw, is_const)
 
 
-def compiled(source: str, name: str) -> Any:
+LOOP = [ctypes.c_longlong, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_longlong)]
+"""Types of what the loop of an `ElementwiseKernel` takes."""
+
+
+def compiled(source: str, name: str, types: Sequence[Any]) -> Any:
     """Return the function ``run`` of a C++ source, built at most once; kept between processes in the temporary folder.
 
     Raises:
@@ -98,7 +102,7 @@ def compiled(source: str, name: str) -> Any:
         folder.mkdir(mode=0o700, exist_ok=True)
         _compile(["-shared", "-include", str(_header(folder, header)), "-x", "c++", "-"], source, library, name)
     run = ctypes.CDLL(str(library)).run
-    run.argtypes = [ctypes.c_longlong, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_longlong)]
+    run.argtypes = types
     run.restype = None
     _loaded[key] = run
     return run
@@ -281,7 +285,7 @@ class ElementwiseKernel:
         key = tuple(types[parameter.ctype].name for parameter in self.params)
         if key not in self._built:
             self._kernels.platform.engine.log("compile")
-            self._built[key] = compiled(self.source(types), self.name)
+            self._built[key] = compiled(self.source(types), self.name, LOOP)
         return self._built[key]
 
     def source(self, types: dict[str, np.dtype[Any]]) -> str:

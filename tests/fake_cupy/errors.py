@@ -48,14 +48,19 @@ class CUDARuntimeError(RuntimeError):
         super().__init__(ERRORS.get(status, f"cudaError {status}: unrecognized error code"))
 
 
+def driver_name(status: int) -> str:
+    """The name that the driver has for an error, whose names of the runtime are in `ERRORS`."""
+    name = ERRORS.get(status, f"cudaError{status}").partition(": ")[0]
+    return f"CUDA_ERROR_{re.sub(r'(?<=[a-z])(?=[A-Z])', '_', name.removeprefix('cudaError')).upper()}"
+
+
 class CUDADriverError(RuntimeError):
     """An error of the CUDA driver, of which CuPy launches kernels; no kind of `CUDARuntimeError`."""
 
     def __init__(self, status: int) -> None:
         self.status = status
-        name, _, text = ERRORS.get(status, f"cudaError {status}: unrecognized error code").partition(": ")
-        words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removeprefix("cudaError")).upper()
-        super().__init__(f"CUDA_ERROR_{words}: {text}")
+        text = ERRORS.get(status, f"cudaError {status}: unrecognized error code").partition(": ")[2]
+        super().__init__(f"{driver_name(status)}: {text}")
 
 
 class OutOfMemoryError(MemoryError):

@@ -163,6 +163,14 @@ class MemoryMap:
         with self._lock:
             return any(start <= ptr and ptr + nbytes <= start + size for start, size in self.pinned.items())
 
+    def allocation(self, device: int, ptr: int) -> tuple[int, int] | None:
+        """Return the bounds of the allocation of `cudaMalloc` around an address; None without any."""
+        region = self.regions[device]
+        with self._lock:
+            index = bisect.bisect_right(region.starts, ptr) - 1
+            is_inside = index >= 0 and ptr < region.ends[index]
+            return (region.starts[index], region.ends[index]) if is_inside else None
+
     def is_live(self, ptr: int, nbytes: int) -> bool:
         """Return True if the device may touch these bytes."""
         device = self.device_of(ptr)

@@ -20,6 +20,7 @@ from tests.fake_cupy.kernels import Kernels
 from tests.fake_cupy.memory_map import MemoryMap
 from tests.fake_cupy.pinned import pinned_module
 from tests.fake_cupy.pool import Platform, memory_module
+from tests.fake_cupy.raw_kernels import LoadedKernel, RawKernel
 from tests.fake_cupy.runtime import Runtime
 from tests.fake_cupy.streams import Device, Event, Stream, stream_classes
 
@@ -110,6 +111,10 @@ class FakeCupy:
         kernels.ndarray = self.ndarray
         self.ElementwiseKernel: type[ElementwiseKernel] = type(
             "ElementwiseKernel", (ElementwiseKernel,), {"_kernels": kernels}
+        )
+        self.raw_kernels: dict[int, LoadedKernel] = {}
+        self.RawKernel: type[RawKernel] = type(
+            "RawKernel", (RawKernel,), {"_kernels": kernels, "_loaded": self.raw_kernels}
         )
         self.RawModule: type[RawModule] = type("RawModule", (RawModule,), {"_kernels": kernels})
         self.bindings = Bindings(self)

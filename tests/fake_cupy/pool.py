@@ -6,6 +6,7 @@ event; only work of that stream is ordered after its earlier uses. The fake fill
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 import threading
@@ -44,6 +45,7 @@ class Platform:
         self.allocator: Allocator
         self.pointer: type[MemoryPointer]
         self.thread = threading.local()
+        self.pieces = Pieces()
 
     def current_stream(self) -> Stream:
         return self.streams.current[self.runtime.getDevice()]
@@ -66,6 +68,54 @@ class Platform:
         # A stream that is gone has no work left that could use the memory.
         with contextlib.suppress(CUDARuntimeError):
             self.engine.give(self.engine.queue(stream, device), "poison", spoil, internal=True)
+
+
+class Pieces:
+    """The pieces that pools have handed out to others than pools, and the memory that pools have."""
+
+    def __init__(self) -> None:
+        # Re-entrant, because a destructor may run inside.
+        self._lock = threading.RLock()
+        self._starts: list[int] = []
+        self._found: dict[int, tuple[int, int]] = {}
+        self._pooled: list[tuple[int, int]] = []
+
+    def add(self, ptr: int, nbytes: int, owner: int) -> None:
+        with self._lock:
+            bisect.insort(self._starts, ptr)
+            self._found[ptr] = nbytes, owner
+
+    def remove(self, ptr: int, owner: int | None = None) -> None:
+        """Forget the piece at an address, if it is this owner's; by default whoever has it."""
+        with self._lock:
+            found = self._found.get(ptr)
+            if found is not None and owner in (None, found[1]):
+                del self._starts[bisect.bisect_left(self._starts, ptr)], self._found[ptr]
+
+    def add_block(self, ptr: int, nbytes: int) -> None:
+        """A pool has the memory from now on, which may be a piece of another one's."""
+        with self._lock:
+            self.remove(ptr)
+            self._pooled.append((ptr, nbytes))
+
+    def remove_block(self, ptr: int, nbytes: int) -> None:
+        with self._lock:
+            self._pooled.remove((ptr, nbytes))
+
+    def bounds(self, ptr: int) -> tuple[int, int] | None:
+        """The piece in use in which an address is; None if it is in none."""
+        with self._lock:
+            index = bisect.bisect_right(self._starts, ptr) - 1
+            if index < 0:
+                return None
+            start = self._starts[index]
+            end = start + self._found[start][0]
+            return (start, end) if ptr < end else None
+
+    def is_pooled(self, ptr: int) -> bool:
+        """Return True if an address is in memory that a pool has."""
+        with self._lock:
+            return any(start <= ptr < start + nbytes for start, nbytes in self._pooled)
 
 
 class BaseMemory:
@@ -228,8 +278,10 @@ class PooledMemory(BaseMemory):
         self.device_id = chunk.mem.device_id
         self._chunk = chunk
         self._pool = pool
+        self._platform.pieces.add(self.ptr, self.size, id(chunk))
 
     def __del__(self) -> None:
+        self._platform.pieces.remove(self.ptr, id(self._chunk))
         pool = self._pool()
         if pool is not None:
             pool.free(self._chunk)
@@ -251,6 +303,7 @@ class DevicePool:
         self._dropped: deque[Chunk] = deque()
         # How many chunks of each memory are in use.
         self._in_use: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         # One for all, held here: the cycle collector clears a weak reference that dies with a cycle.
         self._self = weakref.ref(self)
         self.total_bytes = 0
@@ -284,9 +337,11 @@ class DevicePool:
             with contextlib.suppress(CUDARuntimeError, OutOfMemoryError):
                 if not self.limit or self.total_bytes + size <= self.limit:
                     memory = self._allocator(size).mem
+                    self._platform.pieces.add_block(memory.ptr, size)
                     with self._locked():
                         self._platform.memories[id(self), memory.ptr] = memory
                         self._in_use[memory.ptr] = 1
+                        self._sizes[memory.ptr] = size
                         self.total_bytes += size
                     return memory
             if attempt == 1:
@@ -351,7 +406,9 @@ class DevicePool:
 
     def _release(self, ptr: int) -> BaseMemory:
         del self._in_use[ptr]
-        return self._platform.memories.pop((id(self), ptr))
+        memory = self._platform.memories.pop((id(self), ptr))
+        self._platform.pieces.remove_block(ptr, self._sizes.pop(ptr))
+        return memory
 
     def __del__(self) -> None:
         # As in CuPy, what is in use goes, too: whoever holds an array must hold its pool.

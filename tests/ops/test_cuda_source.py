@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import asyncflow
-from asyncflow.compiler.program.kernels.fused import Chain, Member, kernel_source
+from asyncflow.compiler.program.kernels.chains import Chain, Member
+from asyncflow.compiler.program.kernels.kernel_text import kernel_source
 from asyncflow.errors import GraphError
 from asyncflow.graph.op import Op, find_op, registered_ops
 from asyncflow.graph.values.spec import Spec

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.compiler.program.kernels.fused import FUSED, Chain, Member
+from asyncflow.compiler.program.kernels.chains import Chain, Member
+from asyncflow.compiler.program.kernels.fused import FUSED
 from asyncflow.compiler.program.kernels.kernels import is_host_spec
 from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements

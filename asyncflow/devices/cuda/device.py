@@ -28,6 +28,7 @@ import numpy as np
 from asyncflow.devices.cuda.graphs.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.graphs.loop_launch import WhileLauncher
 from asyncflow.devices.cuda.graphs.products import Products, cublas
+from asyncflow.devices.cuda.kernels import KernelLaunches
 from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda.namespace import CudaNamespace
@@ -154,6 +155,8 @@ class CudaDevice(Progress):
     def _start(self) -> None:
         cupy = self.cupy
         install_allocator(cupy)
+        if (bindings := cuda_bindings()) is not None:
+            self._namespace.launches = KernelLaunches(cupy, bindings)
         self.make_streams(lambda name: CudaStream(cupy, self.physical, name, self.pool), "peer", "clock")
         self.peer, clock = self._streams["peer"], self._streams["clock"]
         self._copying = copying = self.h2d, self.d2h, self.peer

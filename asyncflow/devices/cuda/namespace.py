@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.devices.cuda.graphs.products import Products
+    from asyncflow.devices.cuda.kernels import KernelLaunches
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Array, Kernel, Value
@@ -76,6 +77,8 @@ class CudaNamespace(ModuleType):
         self.holder = holder
         self.products: Products | None = None
         """Makes products of matrices in place of CuPy."""
+        self.launches: KernelLaunches | None = None
+        """Launches kernels of our own; None without `cuda.bindings`, and then CuPy launches them."""
         self._upload = cupy.asarray if upload is None else upload
         self.array = self._array
         self.asarray = self._as_array

@@ -1,0 +1,96 @@
+"""Chains: elementwise ops that feed one another, also through views, as one kernel computes them.
+
+A chain knows nothing of kernels. `asyncflow.compiler.program.kernels.kernel_text` writes their text, and `fused` is the
+op that runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from asyncflow.graph.ir import Attrs
+from asyncflow.graph.op import Memory, Op
+from asyncflow.graph.values.spec import Spec
+
+Lengths: TypeAlias = tuple[int, ...]
+"""A shape of which all is known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """An op of a chain.
+
+    Attributes:
+        op: which.
+        attrs: its node's.
+        operands: numbers of the values it takes; see `Chain`.
+        spec: of its output.
+        name: its node's, for people.
+    """
+
+    op: Op
+    attrs: Attrs
+    operands: tuple[int, ...]
+    spec: Spec
+    name: str
+
+    @property
+    def is_view(self) -> bool:
+        """True if it looks at its operand otherwise, and computes nothing."""
+        return self.op.traits.memory in (Memory.VIEW, Memory.WHOLE_VIEW)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value that a kernel loads: an input, as views of the chain look at it.
+
+    Attributes:
+        source: number of the input.
+        steps: numbers of the members through whose operands the input is looked at, from it on: a view, or an
+            elementwise op, to whose shape its operands are broadcast.
+    """
+
+    source: int
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Elementwise ops that feed one another. Values are numbered: first the inputs, then each member's output.
+
+    Attributes:
+        inputs: specs of the inputs from outside.
+        members: in an order in which they can run.
+        outputs: numbers of the values used outside, all of them members' outputs.
+    """
+
+    inputs: tuple[Spec, ...]
+    members: tuple[Member, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Of all values."""
+        return (*self.inputs, *(member.spec for member in self.members))
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each output, the inputs it depends on, which determine its shape."""
+        found: list[frozenset[int]] = [frozenset((index,)) for index in range(len(self.inputs))]
+        for member in self.members:
+            found.append(frozenset().union(*(found[operand] for operand in member.operands)))
+        return tuple(tuple(sorted(found[output])) for output in self.outputs)
+
+    @cached_property
+    def has_views(self) -> bool:
+        """True if a member is a view."""
+        return any(member.is_view for member in self.members)
+
+    def member(self, number: int) -> Member:
+        """The member whose output is this value."""
+        return self.members[number - len(self.inputs)]
+
+    def __repr__(self) -> str:
+        return f"Chain({', '.join(member.op.name for member in self.members)})"

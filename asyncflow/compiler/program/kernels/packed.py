@@ -1,0 +1,263 @@
+"""A chain as kernels of our own, one for each memory layout of its inputs: a launch is one call of the driver.
+
+A call with inputs of new shapes or strides finds all that a launch needs besides addresses. Later calls write the
+addresses into a record of parameters that exists already, and hand it to the driver.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from asyncflow.compiler.program.kernels.chains import Chain, Lengths, Read
+from asyncflow.compiler.program.kernels.kernel_text import (
+    OPTIONS,
+    Form,
+    Lie,
+    body_of,
+    kernel_name,
+    packed_source,
+    parameters_of,
+)
+from asyncflow.compiler.program.kernels.layouts import (
+    Shapes,
+    collapsed,
+    looked_at,
+    loop_of,
+    shapes_of,
+    steps_of,
+    without_values,
+)
+from asyncflow.devices.protocol import Placed
+from asyncflow.errors import InternalError
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda.kernels import KernelLaunches, LaunchRecord, PackedKernel
+    from asyncflow.graph.values.dtypes import DType
+    from asyncflow.values import Array, Kernel, Value
+
+MOST_LAYOUTS: Final = 256
+"""Number of shapes and strides of the inputs of a chain that are remembered."""
+
+_MOST_ELEMENTS: Final = 1 << 56
+"""Beyond that, CuPy makes arrays without memory for some shapes."""
+
+_SHORT: Final = 1 << 30
+"""Numbers of elements, and strides, below which numbers of 32 bits are enough, also behind the last step."""
+
+
+class _Address(NamedTuple):
+    """An array of a launch.
+
+    Attributes:
+        slot: of its address among the parameters.
+        source: number of the input or output.
+        offset: in bytes, of the first element that is read or written.
+    """
+
+    slot: int
+    source: int
+    offset: int
+
+
+class _Scalar(NamedTuple):
+    """A scalar of a launch: its slot, the number of the input, and what makes the bits for the slot."""
+
+    slot: int
+    source: int
+    bits: Callable[[Placed], int]
+
+
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """A launch for inputs of certain shapes and strides.
+
+    Attributes:
+        kernel: the kernel; None where there is nothing to compute.
+        shape: of the outputs.
+        size: number of elements of each.
+        reads: arrays to read.
+        numbers: scalars.
+        stores: arrays to write.
+        values: all parameters, with 0 for addresses and scalars.
+        records: records not in use at present; two threads never write to the same one.
+    """
+
+    kernel: PackedKernel | None
+    shape: Lengths
+    size: int = 0
+    reads: Sequence[_Address] = ()
+    numbers: Sequence[_Scalar] = ()
+    stores: Sequence[_Address] = ()
+    values: Sequence[int] = ()
+    records: list[LaunchRecord] = field(default_factory=list)
+
+
+class PackedChain:
+    """The kernel of a `fused` node on a device that launches kernels of our own."""
+
+    __slots__ = ("_body", "_chain", "_dtypes", "_launches", "_layouts", "_name", "_ndarray", "_one_by_one", "_outputs")
+
+    def __init__(self, chain: Chain, launches: KernelLaunches, one_by_one: Kernel) -> None:
+        self._chain = chain
+        self._launches = launches
+        self._ndarray = launches.ndarray
+        self._name = kernel_name(chain)
+        self._one_by_one = one_by_one
+        self._body = body_of(chain)
+        self._dtypes = [np.dtype(spec.dtype) for spec in chain.inputs]
+        self._outputs = [np.dtype(chain.specs[output].dtype) for output in chain.outputs]
+        self._layouts: dict[tuple[tuple[Lengths, Lengths] | None, ...], _Launch | None] = {}
+
+    def __call__(self, *inputs: Placed) -> Value:
+        """Launch the kernel, or the ops one by one where one kernel cannot do it; return the outputs."""
+        ndarray = self._ndarray
+        key = tuple([(value.shape, value.strides) if type(value) is ndarray else None for value in inputs])
+        try:
+            layout = self._layouts[key]
+        except KeyError:
+            layout = self._found(inputs, key)
+        if layout is None:
+            return self._one_by_one(*inputs)
+        outputs = [ndarray(layout.shape, dtype) for dtype in self._outputs]
+        if layout.kernel is not None:
+            self._launch(layout, inputs, outputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _launch(self, layout: _Launch, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> None:
+        kernel, dtypes = layout.kernel, self._dtypes
+        assert kernel is not None
+        record = layout.records.pop() if layout.records else kernel.record(layout.values)
+        values = record.values
+        for slot, source, offset in layout.reads:
+            array = inputs[source]
+            if array.dtype is not dtypes[source] and array.dtype != dtypes[source]:
+                raise self._other_dtype(source, array.dtype)
+            values[slot] = array.data.ptr + offset
+        for slot, source, offset in layout.stores:
+            values[slot] = outputs[source].data.ptr + offset
+        for slot, source, bits in layout.numbers:
+            values[slot] = bits(inputs[source])
+        kernel.launch(layout.size, record)
+        layout.records.append(record)
+
+    def _other_dtype(self, source: int, dtype: DType) -> InternalError:
+        return InternalError(f"{self._name}: input {source} should be {self._dtypes[source]}, and is {dtype}")
+
+    # -- once for inputs of certain shapes and strides -----------------------------------------------------------
+
+    def _found(self, inputs: Sequence[Placed], key: tuple[tuple[Lengths, Lengths] | None, ...]) -> _Launch | None:
+        for value, place in zip(inputs, key, strict=True):
+            if place is None and np.ndim(value):
+                raise InternalError(f"{self._name}: an array of the host is an operand")
+        layout = self._layout(key) if any(key) else None  # of numbers alone nothing is on the device
+        if len(self._layouts) >= MOST_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[key] = layout
+        return layout
+
+    def _layout(self, key: Sequence[tuple[Lengths, Lengths] | None]) -> _Launch | None:
+        """Return the launch; None if one kernel cannot do it."""
+        chain = self._chain
+        if (loop := self._common_shape(key)) is not None:
+            lies: list[Lie] = ["number" if key[read.source] is None else "flat" for read in self._body.reads]
+            flat: list[Lie] = ["flat"] * len(self._body.stored)
+            size = math.prod(loop)
+            form = Form(1, tuple(lies), tuple(flat), size >= _SHORT)
+            return self._launched(form, loop, (size,), (), [0] * len(self._body.reads))
+        shapes = shapes_of(chain, tuple(() if place is None else place[0] for place in key))
+        loop = None if shapes is None else loop_of(chain, shapes)
+        if shapes is None or loop is None:
+            return None
+        size = math.prod(loop)
+        if size > _MOST_ELEMENTS:
+            return None
+        if not size:
+            return _Launch(None, loop)
+        views = [self._view(read, key[read.source], shapes) for read in self._body.reads]
+        steps = [
+            None if view is None else _in_elements(np.broadcast_to(view, loop).strides, view.itemsize) for view in views
+        ]
+        own = [steps_of(loop, 1) for _ in self._body.stored]
+        if any(step is None and view is not None for step, view in zip(steps, views, strict=True)):
+            return None
+        extents, strides = collapsed(loop, [*(step or (0,) * len(loop) for step in steps), *own])
+        form = _form(extents, strides, [view is None for view in views], size)
+        return self._launched(form, loop, extents, strides, [0 if view is None else _offset(view) for view in views])
+
+    def _common_shape(self, key: Sequence[tuple[Lengths, Lengths] | None]) -> Lengths | None:
+        """Return the shape of all arrays, if each is the loop's and in C order, as in most calls; None if not."""
+        arrays = [place for place in key if place is not None]
+        shape, size = arrays[0][0], math.prod(arrays[0][0])
+        if self._chain.has_views or not 0 < size <= _MOST_ELEMENTS or any(place[0] != shape for place in arrays):
+            return None
+        for place, dtype in zip(key, self._dtypes, strict=True):
+            if place is not None and place[1] != steps_of(shape, dtype.itemsize):
+                return None
+        depend = all(any(key[source] is not None for source in sources) for sources in self._chain.sources)
+        return shape if depend else None
+
+    def _launched(
+        self, form: Form, loop: Lengths, extents: Lengths, strides: Sequence[Lengths], offsets: Sequence[int]
+    ) -> _Launch:
+        """Return a launch of this form, given the extents and strides of its loop, and where reads begin."""
+        chain, reads, numbers = self._chain, [], []
+        for slot, (read, lie, offset) in enumerate(zip(self._body.reads, form.reads, offsets, strict=True)):
+            if lie == "number":
+                numbers.append(_Scalar(slot, read.source, bits_of(self._dtypes[read.source])))
+            else:
+                reads.append(_Address(slot, read.source, offset))
+        stores = [_Address(len(form.reads) + index, index, 0) for index in range(len(form.stores))]
+        values = [*([0] * (len(form.reads) + len(stores))), *parameters_of(form, extents, strides)]
+        kernel = self._launches.kernel(packed_source(chain, form), self._name, OPTIONS)
+        return _Launch(kernel, loop, math.prod(loop), reads, numbers, stores, values)
+
+    def _view(self, read: Read, place: tuple[Lengths, Lengths] | None, shapes: Shapes) -> Array | None:
+        """The view of an input that is read, as an array without values; None for a number."""
+        if place is None:
+            return None
+        return looked_at(self._chain, read, without_values(*place, self._dtypes[read.source].itemsize), shapes)
+
+
+def _in_elements(strides: Lengths, itemsize: int) -> Lengths | None:
+    """Return strides in elements; None if they are not whole numbers of them."""
+    return None if any(step % itemsize for step in strides) else tuple(step // itemsize for step in strides)
+
+
+def _offset(view: Array) -> int:
+    """Return how far the first element of a view is from that of the array that it looks into, in bytes."""
+    base: Placed = view
+    while getattr(base, "base", None) is not None:
+        base = base.base
+    return int(view.__array_interface__["data"][0] - base.__array_interface__["data"][0])
+
+
+def _form(extents: Lengths, strides: Sequence[Lengths], are_numbers: Sequence[bool], size: int) -> Form:
+    flat = steps_of(extents, 1)
+    lies: list[Lie] = []
+    for index, steps in enumerate(strides):
+        if index < len(are_numbers) and are_numbers[index]:
+            lies.append("number")
+        elif steps == flat:
+            lies.append("flat")
+        else:
+            lies.append("strided" if any(steps) else "one")
+    reach = max(sum(abs(step) * extent for step, extent in zip(steps, extents, strict=True)) for steps in strides)
+    n_reads = len(are_numbers)
+    return Form(len(extents), tuple(lies[:n_reads]), tuple(lies[n_reads:]), max(size, reach) >= _SHORT)
+
+
+def bits_of(dtype: DType) -> Callable[[Placed], int]:
+    """Return a function that gives the bits of a scalar, as a kernel's parameter of this dtype has them."""
+    if dtype.kind == "b":
+        return bool
+    if dtype.kind in "iu":
+        mask = (1 << 8 * dtype.itemsize) - 1
+        return lambda value: int(value) & mask
+    pack, rounded = struct.Struct("<d" if dtype.itemsize == 8 else "<f").pack, dtype.type
+    return lambda value: int.from_bytes(pack(float(rounded(value))), "little")
