@@ -10,16 +10,15 @@ Real and simulated cards share these rules. How a graph is made and launched is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.values import Placed
 from asyncflow.errors import counted
 from asyncflow.values import Kernel, Value
 
@@ -31,15 +30,20 @@ WARM_UPS = 2
 MOST_KEYS = 8
 """Number of keys that a region or loop is captured for; if none of them came twice, it is left alone."""
 
-_MOST_PIECES = 16
-_PIECE = 32
-"""Maximum number of pieces of a region with loops, and of iterations in a piece: capturing holds up the thread."""
+SLICE_LAUNCHES = 64
+"""Number of kernels captured between two turns of the event loop: to capture one takes 10 to 20 µs."""
+
+_NO_STOP = 1 << 62
+"""Number of iterations that no loop has."""
 
 _LARGEST_KEY = 64
 """Elements of a host array that may be part of a key."""
 
 Graph = TypeVar("Graph")
 Result = TypeVar("Result")
+
+Steps: TypeAlias = Generator[object, "int | None", Result]
+"""A function in progress that stops now and then, and is sent how much to do until it stops again."""
 
 
 class NotCapturableError(Exception):
@@ -82,13 +86,8 @@ class GraphCode:
     variables: Sequence[GraphVariable] = ()
     numbers: frozenset[int] = frozenset()
 
-    @property
-    def whole(self) -> Kernel:
-        """The function, run to its end in one call."""
-        return driven(self.function) if self.is_generator else self.function
-
-    def run(self, inputs: Sequence[Value], values: Sequence[Value]) -> tuple[Sequence[Value], list[Value]]:
-        """Run the code, and return its outputs and what it leaves in the variables.
+    def steps(self, inputs: Sequence[Value], values: Sequence[Value]) -> Steps[tuple[Sequence[Value], list[Value]]]:
+        """Run the code, and return its outputs and what it leaves in the variables; one such call at a time.
 
         Args:
             inputs: of the region.
@@ -97,7 +96,8 @@ class GraphCode:
         for variable, value in zip(self.variables, values, strict=True):
             variable.value = value
         try:
-            outputs: Sequence[Value] = self.whole(*inputs)
+            called = self.function(*inputs)
+            outputs: Sequence[Value] = (yield from called) if self.is_generator else called
             return outputs, [variable.value for variable in self.variables]
         finally:
             for variable in self.variables:
@@ -130,14 +130,14 @@ class GraphCache(Generic[Graph]):
     Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
     """
 
-    __slots__ = ("_found", "_has_other_inputs", "_label", "_refusal", "_warm_ups")
+    __slots__ = ("_capturing", "_found", "_has_other_inputs", "_label", "_refusal", "_warm_ups")
 
     def __init__(self, label: str, warm_ups: int | None = None) -> None:
         self._label = label
         self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
         self._found: dict[Hashable, int | Graph] = {}
         self._refusal = ""
-        self._has_other_inputs = False
+        self._has_other_inputs = self._capturing = False
 
     def __str__(self) -> str:
         """Say how many graphs there are by now, or why there will be none."""
@@ -157,41 +157,67 @@ class GraphCache(Generic[Graph]):
 
         The key None is that of inputs whose graph could not be told from others: it has none.
         """
+        graph = self.find(key)
+        if graph is None and self.is_due(key):
+            with self.capturing(key) as keep:
+                graph = make()
+                keep(graph)
+        return graph
+
+    def find(self, key: Hashable) -> Graph | None:
+        """The graph for `key`; None if there is none now."""
+        found = self._found.get(key, 0)
+        return None if isinstance(found, int) else found
+
+    def is_due(self, key: Hashable) -> bool:
+        """Note a call with inputs that have no graph; return True if the caller is to capture one (`capturing`)."""
         if key is None:
             self._has_other_inputs = True
-            return None
+            return False
         seen = self._found.get(key, 0)
-        if not isinstance(seen, int):
-            return seen
+        assert isinstance(seen, int), "there is a graph"
         if not seen and len(self._found) >= MOST_KEYS:
             if all(isinstance(found, int) for found in self._found.values()):
                 self._refusal = f"none of {MOST_KEYS} kinds of inputs has come {self._warm_ups + 1} times"
-            return None
-        if seen < self._warm_ups:
-            self._found[key] = seen + 1
-            return None
-        graph = self._made(make)
-        if graph is not None:
-            self._found[key] = graph
-        return graph
+            return False
+        if seen >= self._warm_ups:
+            return not self._capturing
+        self._found[key] = seen + 1
+        return False
+
+    @contextmanager
+    def capturing(self, key: Hashable) -> Iterator[Callable[[Graph], None]]:
+        """A block that captures the graph for `key`, and hands it to the function that it gets.
+
+        Calls meanwhile, of other runs, go without. An exception means that no graph will ever be, and ends with the
+        block. If the block is cancelled, a later call captures.
+        """
+        self._capturing = True
+        found = self._found
+
+        def keep(graph: Graph) -> None:
+            if found is self._found and not self._refusal:  # else all were forgotten meanwhile
+                found[key] = graph
+
+        try:
+            yield keep
+        except Exception as error:
+            # If the device is lost or full, that shows again when the caller goes on without a graph.
+            self.refuse(error)
+        finally:
+            self._capturing = False
 
     def launched(self, key: Hashable, make: Callable[[], Graph], launch: Callable[[Graph], Result]) -> Result | None:
         """The results of ``launch(graph)``; None if there is no graph for `key`, or no room for its results."""
         graph = self.get(key, make)
-        if graph is None:
-            return None
+        return None if graph is None else self.results(graph, launch)
+
+    def results(self, graph: Graph, launch: Callable[[Graph], Result]) -> Result | None:
+        """The results of ``launch(graph)``; None if there is no room for them."""
         try:
             return launch(graph)
         except MemoryLimitExceeded as error:
             del graph
-            self.refuse(error)
-            return None
-
-    def _made(self, make: Callable[[], Graph]) -> Graph | None:
-        try:
-            return make()
-        except Exception as error:
-            # If the device is lost or full, that shows again when the caller goes on without a graph.
             self.refuse(error)
             return None
 
@@ -205,28 +231,28 @@ class GraphCache(Generic[Graph]):
 
     def clear(self) -> None:
         """Forget all graphs; their memory is free in the order of their stream. Start anew."""
-        self._found.clear()
+        self._found = {}
         self._refusal = ""
         self._has_other_inputs = False
 
 
-def driven(function: Kernel) -> Kernel:
-    """A function that runs the generator of `function` to its end, if that is not too far.
+def slice_budget(launches: int, asked: int | None) -> int:
+    """Return how many iterations, or stretches of a straight line, are captured at a time.
 
-    Raises (from the function):
-        NotCapturableError: it is too far.
+    Args:
+        launches: of kernels until the function may stop.
+        asked: by whoever drives the function; None for the first time.
     """
+    return max(1, min(asked or 1, SLICE_LAUNCHES // max(launches, 1)))
 
-    def run(*inputs: Value) -> Placed:
-        generator = function(*inputs)
-        budget = None
-        for _ in range(_MOST_PIECES):
-            try:
-                generator.send(budget)
-            except StopIteration as ended:
-                return ended.value
-            budget = _PIECE
-        generator.close()
-        raise NotCapturableError("its loops are too long to be captured")
 
-    return run
+def run_to_end(steps: Steps[Result]) -> Result:
+    """Return the result of a function in progress, without stops."""
+    budget = None
+    try:
+        while True:
+            steps.send(budget)
+            budget = _NO_STOP
+    except StopIteration as ended:
+        result: Result = ended.value
+        return result

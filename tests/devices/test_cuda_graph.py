@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
-from asyncflow.devices.captures import MOST_KEYS, WARM_UPS, GraphCode
+from asyncflow.devices.captures import MOST_KEYS, SLICE_LAUNCHES, WARM_UPS, GraphCode
 from asyncflow.devices.cuda.graphs.graph import CapturedRegion
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
@@ -321,26 +321,138 @@ def driven_to_the_end(generator: Any) -> tuple[int, Any]:
         budget = 2
 
 
-def test_a_generator_becomes_one_step(card: Card) -> None:
-    code = GraphCode(lambda x, n: loop(card.cupy, x, n), is_generator=True)
-    function = CapturedRegion(card.cupy, card.stream, card.pool, code.function, "region", code).steps
-    with card.stream:
-        for k in range(WARM_UPS + 3):
-            steps, (x, count) = driven_to_the_end(function(card.cupy.full(2, float(k)), np.int64(8)))
-            assert x.get().tolist() == [256.0 * k] * 2
-            assert count == 8
-            assert (steps > 1) == (k < WARM_UPS)
+class Loop:
+    """`loop` as a region, each iteration of which launches as many kernels as `launches`."""
+
+    def __init__(self, card: Card, launches: int = 1) -> None:
+        def function(x: Any, n: Any) -> Any:
+            return loop(card.cupy, x, n)
+
+        self.card = card
+        code = GraphCode(function, is_generator=True)
+        self.region = CapturedRegion(card.cupy, card.stream, card.pool, function, "region", code, launches=launches)
+
+    def begin(self, n: int, value: float = 1.0) -> Any:
+        return self.region.steps(self.card.cupy.full(2, value), np.int64(n))
+
+    def warm_up(self, n: int) -> None:
+        for _ in range(WARM_UPS):
+            driven_to_the_end(self.begin(n))
+
+    def graphs(self) -> str:
+        return str(self.region.graphs)
 
 
-def test_a_loop_that_is_too_long_is_not_captured(card: Card) -> None:
-    code = GraphCode(lambda x, n: loop(card.cupy, x, n), is_generator=True)
-    function = CapturedRegion(card.cupy, card.stream, card.pool, code.function, "region", code).steps
+@pytest.mark.parametrize("launches", [1, SLICE_LAUNCHES // 8, SLICE_LAUNCHES, 1000])
+def test_a_loop_is_captured_in_slices_that_hold_few_kernels(card: Card, launches: int) -> None:
+    looped, n = Loop(card, launches), 40
     with card.stream:
-        for _ in range(WARM_UPS + 2):
-            steps, (x, count) = driven_to_the_end(function(card.cupy.zeros(2), np.int64(520)))
-            assert steps > 250
-            assert count == 520
-            assert x.get().tolist() == [0.0, 0.0]
+        looped.warm_up(n)
+        generator, budget, slices = looped.begin(n), None, 0
+        with pytest.raises(StopIteration) as ended:
+            while True:
+                before = len(card.cupy.engine.launches)
+                generator.send(budget)
+                assert len(card.cupy.engine.launches) == before  # nothing is launched
+                budget, slices = 1000, slices + 1
+        # One slice goes up to the loop.
+        assert slices == looped.region.slices - 1 == 1 + n // max(1, SLICE_LAUNCHES // launches)
+        assert ended.value.value[0].get().tolist() == [2.0**n] * 2
+        steps, (x, count) = driven_to_the_end(looped.begin(n, 3.0))
+        assert (steps, count) == (0, n)
+        assert x.get().tolist() == [3.0 * 2.0**n] * 2
+
+
+def test_other_work_is_launched_between_slices(card: Card) -> None:
+    looped, cupy, budget = Loop(card, SLICE_LAUNCHES), card.cupy, None
+    kept: list[Any] = []
+    with card.stream:
+        looped.warm_up(9)
+        generator, x = looped.begin(9), cupy.zeros(2)
+    with pytest.raises(StopIteration) as ended:
+        for number in range(100):
+            with card.stream:
+                generator.send(budget)
+            assert card.stream.pool is card.pool
+            with card.stream:
+                # Memory of its own, also of such a size, and other calls of the region.
+                x = x + 1
+                kept.append((number, cupy.full(2, float(number)), driven_to_the_end(looped.begin(9, 5.0))[1][0]))
+            event = card.stream.record()  # the stream captures nothing, and may be asked
+            card.cupy.engine.wait_idle()
+            assert event.done()
+            budget = 1
+    with card.stream:
+        assert ended.value.value[0].get().tolist() == [512.0] * 2
+        assert x.get().tolist() == [float(len(kept))] * 2
+        for number, own, other in kept:
+            assert own.get().tolist() == [number] * 2
+            assert other.get().tolist() == [5.0 * 512.0] * 2
+    assert looped.graphs() == "1 made, for 1 kind of inputs"
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_capture_that_is_cancelled_between_slices_leaves_nothing(card: Card, at: int) -> None:
+    looped = Loop(card, SLICE_LAUNCHES)
+    with card.stream:
+        looped.warm_up(4)
+        generator = looped.begin(4)
+        generator.send(None)
+        for _ in range(at):
+            generator.send(1)
+        generator.close()
+    gc.collect()
+    assert card.cupy.engine.captures == []
+    assert card.stream.pool is card.pool
+    assert card.pool.account.used == 0
+    assert looped.graphs() == "0 made, for 1 kind of inputs"
+    with card.stream:
+        assert driven_to_the_end(looped.begin(4))[1][0].get().tolist() == [16.0] * 2
+    assert looped.graphs() == "1 made, for 1 kind of inputs"
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_failure_in_any_slice_costs_the_graph_only(card: Card, at: int) -> None:
+    looped = Loop(card, SLICE_LAUNCHES)
+    with card.stream:
+        looped.warm_up(4)
+        generator = looped.begin(4)
+        generator.send(None)
+        for _ in range(at):
+            generator.send(1)
+        card.cupy.fail_next(2, "launchKernel" if at < 3 else "graphInstantiate")
+        steps, (x, _) = driven_to_the_end(generator)
+        assert steps > 0
+        assert x.get().tolist() == [16.0] * 2
+    assert card.cupy.engine.captures == []
+    assert "none is made: CUDA" in looped.graphs()
+    gc.collect()
+    del generator, x
+    assert card.pool.account.used == 0
+
+
+def test_a_capture_finds_no_room_between_slices(fake: FakeCupy) -> None:
+    card = Card(fake, limit=6 * 512)
+    looped = Loop(card, SLICE_LAUNCHES)
+    with card.stream:
+        looped.warm_up(4)
+        generator = looped.begin(4)
+        generator.send(None)
+        others = [fake.ones(64) for _ in range(3)]
+        assert driven_to_the_end(generator)[1][0].get().tolist() == [16.0] * 2
+        assert [other.get()[0] for other in others] == [1.0] * 3
+    assert "none is made: MemoryLimitExceeded" in looped.graphs()
+
+
+def test_graphs_that_are_forgotten_during_a_capture_stay_forgotten(card: Card) -> None:
+    looped = Loop(card, SLICE_LAUNCHES)
+    with card.stream:
+        looped.warm_up(4)
+        generator = looped.begin(4)
+        generator.send(None)
+        looped.region.graphs.clear()
+        assert driven_to_the_end(generator)[1][0].get().tolist() == [16.0] * 2
+    assert looped.graphs() == "0 made, for 0 kinds of inputs"
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------

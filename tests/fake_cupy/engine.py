@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, TypeVar
@@ -224,17 +224,28 @@ class Engine:
 
     # Graphs
 
-    def note_allocation(self, device: int, ptr: int) -> None:
-        """Memory that is allocated while a stream of the device captures belongs to the graph."""
+    def note_allocation(self, ptr: int, active: Collection[int]) -> None:
+        """Memory that is allocated inside a block of a stream that captures belongs to the graph.
+
+        Args:
+            ptr: of the memory.
+            active: the streams of the thread, with the streams of blocks around the current one.
+        """
         for queue in self.captures:
-            if queue.device == device and queue.capture is not None:
-                queue.capture.allocated.add(ptr)
+            if queue.capture is not None:
+                queue.capture.allocated.discard(ptr)
+                if queue.ptr in active:
+                    queue.capture.allocated.add(ptr)
 
     def capture_of(self, ptr: int) -> Capture | None:
-        """Return the capture in which a piece was allocated: the latest of the open captures."""
-        owners = [queue for queue in self.captures if queue.capture is not None and ptr in queue.capture.allocated]
-        innermost = self.captures[-1].capture if owners else None
-        return None if innermost is None or innermost.invalid else innermost
+        """Return the capture in which a piece was allocated, or the latest open capture of a body in its graph."""
+        captures = [queue.capture for queue in self.captures if queue.capture is not None]
+        owner = next((capture for capture in captures if ptr in capture.allocated), None)
+        if owner is None:
+            return None
+        *_, root = owner.graph.line()
+        innermost = [capture for capture in captures if root in capture.graph.line()][-1]
+        return None if innermost.invalid else innermost
 
     def pick(self, ready: Sequence[T]) -> T:
         """Pick a queue at random; on the GPU thread."""

@@ -316,7 +316,8 @@ class DevicePool:
         if chunk is None:
             chunk = Chunk(self._grow(size), 0, size, stream)
         memory = self._pooled(chunk, self._self)
-        self._platform.engine.note_allocation(self._device, chunk.ptr)
+        active = {stream.ptr for stream in self._platform.streams.stacks[self._device]}
+        self._platform.engine.note_allocation(chunk.ptr, active)
         return self._platform.pointer(memory, 0)
 
     def _reuse(self, size: int, stream: int) -> Chunk | None:

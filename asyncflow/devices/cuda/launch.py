@@ -144,16 +144,19 @@ class CudaRegionLauncher:
         graphs: the CUDA graphs that it has become; None where it becomes none.
     """
 
-    __slots__ = ("_device", "_function", "_info", "_values", "graphs")
+    __slots__ = ("_device", "_function", "_info", "_region", "_values", "graphs")
 
     def __init__(self, device: CudaDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         stream = device.compute_streams[info.stream]
         self.graphs: GraphCache[RegionGraph] | None = None
+        self._region: CapturedRegion | None = None
         if (code := info.code.graph) is not None:
             device.make_capturable()
-            has_context = info.conduct.needs_context
-            region = CapturedRegion(device.cupy, stream, device.pool, function, info.name, code, has_context)
+            has_context, launches = info.conduct.needs_context, min(info.code.launches, STEP_LAUNCHES)
+            self._region = region = CapturedRegion(
+                device.cupy, stream, device.pool, function, info.name, code, has_context, launches
+            )
             self.graphs = region.graphs
             function = region.steps if is_generator else region
         self._function = self._stepped(function) if is_generator else self._called(function)
@@ -196,7 +199,7 @@ class CudaRegionLauncher:
     def _stepped(self, function: Kernel) -> Kernel:
         def steps(*args: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
             stream, device, info = self._values.stream, self._device, self._info
-            launches = min(info.code.launches, STEP_LAUNCHES)
+            launches, region = min(info.code.launches, STEP_LAUNCHES), self._region
             # A driver that has measured a short time would launch more at once than the card's queue takes.
             most = max(1, MOST_AHEAD // max(1, launches))
             budget: int | None = None
@@ -210,13 +213,16 @@ class CudaRegionLauncher:
                     self._values.hold(args)
                     device.check()
                     device.pool.label = info.name
-                    device.launched += launches * (budget or 1)
+                    captured = 0 if region is None else region.slices
                     try:
                         with stream, device.timed(stream, info.name):
                             begins_loop = generator.send(budget)
                     except StopIteration as ended:
+                        device.launched += launches * (budget or 1)
                         with stream:
                             return self._outputs(ended.value)
+                    if region is None or region.slices == captured:
+                        device.launched += launches * (budget or 1)
                     budget = yield begins_loop
                     budget = None if budget is None else min(budget, most)
             except RuntimeError as error:

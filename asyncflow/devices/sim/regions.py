@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
+from asyncflow.devices.captures import GraphCache, NotCapturableError, host_key, run_to_end
 from asyncflow.devices.sim.values import SimArray, SimOpaque, SimUnknown, quiet
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SimRegionLauncher:
         graphs: the CUDA graphs that it has become; None where it becomes none.
     """
 
-    __slots__ = ("_code", "_device", "_function", "_info", "_is_noted", "_stream", "_whole", "graphs")
+    __slots__ = ("_code", "_device", "_function", "_info", "_is_generator", "_is_noted", "_stream", "graphs")
 
     def __init__(self, device: SimDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
@@ -39,8 +39,7 @@ class SimRegionLauncher:
         self.graphs: GraphCache[object] | None = None if info.code.graph is None else GraphCache(info.name)
         # A region that could be a graph and is none notes the time that a graph would save.
         self._is_noted = info.code.could_capture and self.graphs is None
-        self._whole = driven(function) if is_generator else function
-        self._function = function if is_generator else None
+        self._function, self._is_generator = function, is_generator
         self._code = info.code.graph
 
     def __call__(self, *args: Value) -> Placed:
@@ -51,26 +50,26 @@ class SimRegionLauncher:
             MemoryLimitExceeded: a value does not fit.
             BaseException: what a kernel raises, as it is.
         """
-        if self._function is not None:
-            return self._steps(self._function, args)
+        if self._is_generator:
+            return self._steps(args)
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
             before_ns = self._device.thread.busy_ns.total()
             self._device.charge("region")
             with quiet():
-                outputs = self._whole(*inputs)
+                outputs = self._function(*inputs)
             self._note(self._device.thread.busy_ns.total() - before_ns, inputs, outputs)
         return outputs
 
-    def _steps(self, function: Kernel, args: Sequence[Value]) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
+    def _steps(self, args: Sequence[Value]) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
             is_noted, busy_ns = self._is_noted, self._device.thread.busy_ns
             taken_ns = -busy_ns.total() if is_noted else 0
             self._device.charge("region")
-            generator, budget = function(*inputs), None
+            generator, budget = self._function(*inputs), None
             while True:
                 try:
                     with quiet():
@@ -120,7 +119,7 @@ class SimRegionLauncher:
             with code.alone() as given, device.in_graph(), quiet():
                 if any(value is None for value in given):
                     return None
-                outputs, left = code.run(inputs, given)
+                outputs, left = run_to_end(code.steps(inputs, given))
                 for variable, start, end in zip(code.variables, given, left, strict=True):
                     if end is not start:
                         variable.put(end)

@@ -9,6 +9,11 @@ because they are all on that stream.
 A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values on the host: the region may
 have branched on them, and kernels have them as arguments. A region with ever new host values is left alone, and so is a
 region whose capture fails, for whatever reason: it runs as it would without graphs.
+
+Python takes about as long to capture a region as to launch it. So a region is captured in slices, on a stream that
+belongs to the capture alone. Between two slices the event loop has its turn, other work may be launched on the compute
+stream, and the run may be cancelled. The memory of the graph is taken in the order of the compute stream, on which the
+graph is launched later.
 """
 
 from __future__ import annotations
@@ -20,7 +25,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from asyncflow.devices.captures import GraphCache, GraphCode, NotCapturableError, host_key
+from asyncflow.devices.captures import (
+    GraphCache,
+    GraphCode,
+    NotCapturableError,
+    Steps,
+    host_key,
+    run_to_end,
+    slice_budget,
+)
 from asyncflow.devices.cuda.memory import PrivatePool
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.values import is_plain
@@ -89,6 +102,40 @@ def capture(raw: Raw, record: Callable[[], Result]) -> tuple[Raw, Result]:
             _abandon(raw)
             raise
         return raw.end_capture(), result
+
+
+def capture_in_slices(
+    cupy: Cupy, memory: PrivateMemory, work: Steps[Result], launches: int
+) -> Generator[None, int | None, tuple[Raw, Result]]:
+    """Capture the work that `work` launches on a stream of its own, and return the graph and the result of `work`.
+
+    Nothing is active, and no lock is held, while it is stopped. Closed there, it leaves nothing of the capture.
+
+    Args:
+        cupy: the module.
+        memory: of the graph, from which `work` allocates.
+        work: launches on the current stream.
+        launches: see `slice_budget`.
+
+    Raises:
+        Exception: raised by `work`, or by the beginning or the end of the capture.
+    """
+    # Not the compute stream: work and events that others give to it between two slices would be part of the graph. No
+    # memory is allocated for this stream, so its address may be another stream's later.
+    raw = cupy.cuda.Stream(non_blocking=True)
+    raw.begin_capture()
+    budget: int | None = None
+    while True:
+        try:
+            with memory, raw:
+                work.send(budget)
+            budget = slice_budget(launches, (yield))
+        except StopIteration as ended:
+            return raw.end_capture(), ended.value
+        except BaseException:  # also if the run is cancelled while this is stopped
+            work.close()
+            _abandon(raw)
+            raise
 
 
 def _abandon(raw: Raw) -> None:
@@ -164,37 +211,64 @@ class RegionGraph:
 
     __slots__ = ("_buffers", "_code", "_cupy", "_graph", "_outputs", "_raw")
 
-    def __init__(self, cupy: Cupy, raw: Raw, code: GraphCode, inputs: Sequence[Value], given: Sequence[Value]) -> None:
-        """Capture; a private pool is the stream's pool meanwhile.
+    def __init__(
+        self, cupy: Cupy, raw: Raw, code: GraphCode, graph: Raw, buffers: Sequence[Value], outputs: Sequence[Placed]
+    ) -> None:
+        """Check what `recorded` has captured.
 
-        Args:
-            cupy: the module.
-            raw: the CuPy stream.
-            code: of the region.
-            inputs: of a call.
-            given: values of the variables.
+        Raises:
+            NotCapturableError: an output is neither an array nor a plain value.
         """
         ndarray = cupy.ndarray
         self._cupy = cupy
         self._raw = raw
         self._code = code
-        starts = [
-            buffer_for(cupy, value) if isinstance(value, ndarray) or place in code.numbers else value
-            for place, value in enumerate(inputs)
-        ]
-        variables = [buffer_for(cupy, value) for value in given]
-        self._buffers = [buffer if isinstance(buffer, ndarray) else None for buffer in (*starts, *variables)]
-
-        def record() -> list[Placed]:
-            outputs, left = code.run(starts, variables)
-            # A variable that was not written gets no new value.
-            ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
-            return [without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in (*outputs, *ends)]
-
-        self._graph, self._outputs = capture(raw, record)
-        for value in self._outputs:
+        self._graph = graph
+        self._buffers = [buffer if isinstance(buffer, ndarray) else None for buffer in buffers]
+        self._outputs = outputs
+        for value in outputs:
             if value is not None and not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
                 raise NotCapturableError(f"it gives {a_kind(type(value))}")
+
+    @classmethod
+    def recorded(
+        cls,
+        cupy: Cupy,
+        raw: Raw,
+        memory: PrivateMemory,
+        code: GraphCode,
+        inputs: Sequence[Value],
+        given: Sequence[Value],
+        launches: int,
+    ) -> Generator[None, int | None, RegionGraph]:
+        """Capture a call of a region's code, in slices.
+
+        Args:
+            cupy: the module.
+            raw: the CuPy stream on which the graph will be launched.
+            memory: of the graph.
+            code: of the region.
+            inputs: of a call.
+            given: values of the variables.
+            launches: see `slice_budget`.
+        """
+        ndarray = cupy.ndarray
+
+        def record() -> Steps[tuple[list[Value], list[Placed]]]:
+            starts = [
+                buffer_for(cupy, value) if isinstance(value, ndarray) or place in code.numbers else value
+                for place, value in enumerate(inputs)
+            ]
+            variables = [buffer_for(cupy, value) for value in given]
+            outputs, left = yield from code.steps(starts, variables)
+            # A variable that was not written gets no new value.
+            ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
+            return [*starts, *variables], [
+                without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in (*outputs, *ends)
+            ]
+
+        graph, (buffers, outputs) = yield from capture_in_slices(cupy, memory, record(), launches)
+        return cls(cupy, raw, code, graph, buffers, outputs)
 
     def launch(self, inputs: Sequence[Value], given: Sequence[Value]) -> tuple[Placed, ...]:
         """The outputs for `inputs`, in new arrays; variables have their new values afterwards.
@@ -233,6 +307,8 @@ class CapturedRegion:
         label: for logs, and for what the memory of its graphs is called.
         code: of its graphs.
         takes_context: the first argument of `function` is a context, which graphs do without.
+        launches: number of kernels that the function launches until it may stop.
+        slices: number of steps so far that captured, and launched nothing.
         graphs: the CUDA graphs that it has become.
     """
 
@@ -243,6 +319,8 @@ class CapturedRegion:
     label: str
     code: GraphCode
     takes_context: bool = False
+    launches: int = 1
+    slices: int = field(default=0, init=False)
     graphs: GraphCache[RegionGraph] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -250,36 +328,62 @@ class CapturedRegion:
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
         """Return the results of `function` for these inputs."""
-        outputs: tuple[Value, ...] | None = self._launched(inputs)
+        outputs: tuple[Value, ...] | None = run_to_end(self._launched(inputs))
         return self.function(*inputs) if outputs is None else outputs
 
-    def steps(self, *inputs: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
-        """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step."""
-        outputs: tuple[Value, ...] | None = self._launched(inputs)
+    def steps(self, *inputs: Value) -> Steps[tuple[Placed, ...]]:
+        """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step.
+
+        A call that captures stops between slices. It launches the graph afterwards, for the values of variables then.
+        """
+        outputs: tuple[Value, ...] | None = yield from self._launched(inputs)
         if outputs is None:
             outputs = yield from self.function(*inputs)
         return outputs
 
-    def _launched(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
+    def _launched(self, inputs: Sequence[Value]) -> Steps[tuple[Placed, ...] | None]:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
-        if self.graphs.is_refused:
-            return None
-        code, ndarray = self.code, self.cupy.ndarray
+        graphs, code = self.graphs, self.code
         inputs = inputs[1:] if self.takes_context else inputs
-        key = key_of(inputs, ndarray, code.numbers)
-        if not code.variables or key is None:
-            return self.graphs.launched(key, lambda: self._captured(inputs, ()), lambda graph: graph.launch(inputs, ()))
-        try:
-            with code.alone() as given:
-                of_variables = key_of(given, ndarray, range(len(given)))
-                return self.graphs.launched(
-                    None if of_variables is None else (*key, *of_variables),
-                    lambda: self._captured(inputs, given),
-                    lambda graph: graph.launch(inputs, given),
-                )
-        except MemoryLimitExceeded:  # of a variable that is elsewhere: the code itself says which node reads it
-            return None
+        own = None if graphs.is_refused else key_of(inputs, self.cupy.ndarray, code.numbers)
+        has_captured = False
+        while not graphs.is_refused:
+            try:
+                # Variables are locked for a launch alone. A capture takes as long as many launches, and needs to know
+                # their shapes, not their values.
+                with code.alone() as given:
+                    key = self._key(own, given)
+                    graph = graphs.find(key)
+                    if graph is not None:
+                        return graphs.results(graph, lambda graph: graph.launch(inputs, given))
+            except MemoryLimitExceeded:  # of a variable that is elsewhere: the code itself says which node reads it
+                return None
+            if has_captured or not graphs.is_due(key):
+                return None
+            with graphs.capturing(key) as keep:
+                keep((yield from self._captured(inputs, given)))
+            # Other runs may have changed the variables meanwhile, even their shapes: there may be no graph for those.
+            has_captured = True
+        return None
 
-    def _captured(self, inputs: Sequence[Value], given: Sequence[Value]) -> RegionGraph:
-        with PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}"):
-            return RegionGraph(self.cupy, self.stream.raw, self.code, inputs, given)
+    def _key(self, own: tuple[Hashable, ...] | None, given: Sequence[Value]) -> tuple[Hashable, ...] | None:
+        """Return the key of inputs, `own`, and values of variables."""
+        of_variables = key_of(given, self.cupy.ndarray, range(len(given)))
+        return None if own is None or of_variables is None else (*own, *of_variables)
+
+    def _captured(self, inputs: Sequence[Value], given: Sequence[Value]) -> Steps[RegionGraph]:
+        memory = PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}")
+        recorded = RegionGraph.recorded(
+            self.cupy, self.stream.raw, memory, self.code, inputs, given, launches=self.launches
+        )
+        budget = None
+        try:
+            while True:
+                self.slices += 1
+                recorded.send(budget)
+                budget = yield None
+        except StopIteration as ended:
+            graph: RegionGraph = ended.value
+            return graph
+        finally:
+            recorded.close()

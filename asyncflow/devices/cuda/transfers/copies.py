@@ -92,12 +92,13 @@ class CudaCopies:
         Blocks until all earlier work has ended if the pinned memory is full or too small; `feed` never does.
 
         Raises:
-            NotCapturableError: the active stream captures.
+            NotCapturableError: the current stream captures.
         """
-        device, stream = self._device, active.stream
+        device = self._device
         device.check()
         try:
-            if stream is not None and stream.raw.is_capturing():  # h2d would be part of the capture, with its tickets
+            # h2d would be part of the capture, with its tickets
+            if active.stream is not None and device.cupy.cuda.get_current_stream().is_capturing():
                 raise NotCapturableError(f"it copies {name!r} from the host")
             buffer = self._pinned(value.nbytes)
             if buffer is not None or not value.nbytes:

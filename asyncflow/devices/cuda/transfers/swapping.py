@@ -300,8 +300,9 @@ class CudaSwapping(Swapping):
         on their streams waits for those copies and that work, and the host for nothing.
         """
         # Only the loop's thread gives tickets; and a wait for a copy would become part of a capture.
-        stream = active.stream
-        if asyncio._get_running_loop() is None or (stream is not None and stream.raw.is_capturing()):
+        if asyncio._get_running_loop() is None:
+            return False
+        if active.stream is not None and self._device.cupy.cuda.get_current_stream().is_capturing():
             return False
         if self._is_bringing:  # inside the lock; what is only copied ahead pushes nothing out
             return self._is_bringing_wanted and self._free(nbytes)
