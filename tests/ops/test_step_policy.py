@@ -284,6 +284,33 @@ def test_members_come_and_leave_while_the_policy_counts_them(kind: type[Shared])
     assert max(told) == (3, 0)
 
 
+@KINDS
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+def test_a_policy_is_asked_when_a_member_leaves(kind: type[Shared], *, is_late: bool) -> None:
+    """No other member comes, and no time is waited for."""
+    told: list[int] = []
+
+    def once_one_has_left(step: af.NextStep) -> int | af.WaitUntil:
+        told.append(len(step.waiting))
+        return 1 if len(step.waiting) < max(told) else af.WaitUntil()
+
+    shared = kind(once_one_has_left)
+
+    async def main() -> None:
+        async with af.Session(shared.graph) as session:
+            options = {"timeout": 0.5} if is_late else {}
+            staying = asyncio.ensure_future(shared.run(session, 0))
+            leaving = asyncio.ensure_future(shared.run(session, 1, **options))
+            await asyncio.sleep(0.25)
+            if not is_late:
+                leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await asyncio.wait_for(staying, 1.0)
+
+    run(main)
+    assert set(told) == {1, 2}
+
+
 def test_empty_graphs_let_in_by_one_keep_no_others_waiting() -> None:
     """A policy is asked again after each step, also after one in which all members have ended at once."""
     is_full = False

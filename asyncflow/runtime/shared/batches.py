@@ -283,8 +283,8 @@ class Batches(TellingState):
         run = None if call is None else self._runs_of.get(call)
         if run is not None:
             run.stop("cancelled")
-        elif place.shared.has_loop:
-            self.turn.wake()  # its call may be overdue now
+        elif place.shared.has_loop or place.shared.batch.policy is not None:
+            self.turn.wake()  # its call may be overdue now, or the policy call the others
 
     def describe(self) -> str:
         """Return the number of members in words."""
