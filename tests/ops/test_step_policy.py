@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.runtime.executor.turn import Turn
 from asyncflow.testing import virtual_clock
+from tests.patience import PATIENCE_S
 from tests.vertex.evaluation import slotted, slotted_alone
 
 Make = Callable[[af.StepPolicy], "Shared"]
@@ -305,10 +307,49 @@ def test_a_policy_is_asked_when_a_member_leaves(kind: type[Shared], *, is_late: 
             if not is_late:
                 leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            await asyncio.wait_for(staying, 1.0)
+            await asyncio.wait_for(staying, PATIENCE_S)
 
     run(main)
     assert set(told) == {1, 2}
+
+
+@KINDS
+def test_a_policy_is_asked_once_the_session_is_idle(kind: type[Shared], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No member comes, and no time is waited for."""
+    told: list[bool] = []
+    turns: list[Turn] = []
+    begin = Turn.__init__
+
+    def begun(turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
+        begin(turn, loop)
+        turns.append(turn)
+
+    class Busy:
+        """Work that has something to do until the policy is asked meanwhile."""
+
+        is_queued = False
+
+        def drive(self, deadline_ns: int, /) -> bool:
+            return all(told)
+
+    def when_idle(step: af.NextStep) -> int | af.WaitUntil:
+        told.append(step.is_idle)
+        return 1 if not all(told) and step.is_idle else af.WaitUntil()
+
+    monkeypatch.setattr(Turn, "__init__", begun)
+    shared = kind(when_idle)
+
+    async def main() -> None:
+        async with af.Session(shared.graph) as session:
+            staying, leaving = (asyncio.ensure_future(shared.run(session, k)) for k in range(2))
+            await asyncio.sleep(0.25)
+            turns[0].enqueue(Busy())
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await asyncio.wait_for(staying, PATIENCE_S)
+
+    run(main)
+    assert told[-1]
 
 
 def test_empty_graphs_let_in_by_one_keep_no_others_waiting() -> None:

@@ -63,7 +63,7 @@ class WaitUntil(NamedTuple):
 
     Attributes:
         time_s: when to ask the policy again, on the clock of `NextStep.now_s`; it is also asked when a member comes or
-            leaves, and after each step. A time that has passed is an error of the policy.
+            leaves, after each step, and once the session is idle. A time that has passed is an error of the policy.
     """
 
     time_s: float = math.inf

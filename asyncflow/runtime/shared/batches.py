@@ -342,6 +342,9 @@ class Batches(TellingState):
         Returns:
             Whether members have been computed, each alone.
         """
+        # Asked in idle passes alone, and once each: a policy that says no again waits for something else.
+        if is_idle and self.steps.held_while_busy:
+            self.steps.ask_held()
         if not self._batcher.lanes:
             return False
         turn = self.turn

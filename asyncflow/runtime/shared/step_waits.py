@@ -6,7 +6,7 @@ import asyncio
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
-from asyncflow.runtime.lines.gate import Gate
+from asyncflow.runtime.lines.gate import Gate, Waiter
 from asyncflow.runtime.shared.step_turns import Stepper, StepTurns
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class StepWaits:
         """True if batches wait too; they look for themselves."""
         self._turn = turn
         self.waiting = Gate[Stepper]()
+        self.held_while_busy: set[Waiter] = set()
+        """The waits of work whose policy let no member join while runs had ready work."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self, stepper: Stepper, there: Sequence[RunPart]) -> None:
@@ -42,6 +44,11 @@ class StepWaits:
         with self.waiting.stand(stepper) as waiter:
             self.look()
             await waiter.wait()
+
+    def ask_held(self) -> None:
+        """Have policies asked again that may have waited until the session is idle."""
+        while self.held_while_busy:
+            self.held_while_busy.pop().admit()
 
     def ended(self, stepper: Stepper) -> None:
         """A step has been made."""

@@ -161,6 +161,8 @@ class SharedWork(TellingState):
         step = NextStep(turn.loop.time(), waiting, joined, capacity, turn.is_idle, expected_s)
         count, self._asked_again_s = decide(rule, step, self.label)
         self.is_held = not (count or joined)
+        if self.is_held and not step.is_idle:
+            self.batches.steps.held_while_busy.add(self.changed)
         return count
 
     async def wait_for_change(self) -> None:
