@@ -109,7 +109,9 @@ def test_a_graph_holds_products(fake: FakeCupy) -> None:
     with stream:
         x, y, z = (fake.asarray(np.full((2, 2), value, "float32")) for value in (1, 2, 3))
         out = fake.empty((2, 2), "float32")
-        graph, _ = capture(stream, lambda: products.matmul(products.matmul(x, y), z, out=out))
+        pool = fake.cuda.MemoryPool(fake.cuda.MemoryPool().malloc)
+        with fake.cuda.using_allocator(pool.malloc):
+            graph, _ = capture(stream, lambda: products.matmul(products.matmul(x, y), z, out=out))
         out.fill(0)
         for value in (1, 5):
             x.fill(value)

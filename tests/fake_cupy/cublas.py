@@ -88,7 +88,9 @@ class FakeCublas:
 
         device = platform.runtime.getDevice()
         platform.engine.enter("launchKernel", device)
-        platform.engine.give(platform.engine.queue(self._stream, device), "gemm", run)
+        platform.engine.give(
+            platform.engine.queue(self._stream, device), "gemm", run, addresses=[x.ptr for x in operands]
+        )
         self.calls += 1
         return 0
 

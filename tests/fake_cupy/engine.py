@@ -136,6 +136,9 @@ class Engine:
         self.conditionals: dict[int, int] = {}
         self.captures: list[Queue] = []
         self.closed = False
+        # What keeps an address in use, and whether it still does; memory objects say that.
+        self.keeper: Callable[[int], int | None] = lambda _address: None
+        self.is_kept: Callable[[int], bool] = lambda _keeper: True
         # Re-entrant, because a destructor may run at any allocation, also inside these short sections.
         self.condition = threading.Condition(threading.RLock())
         self._random = random.Random(seed)
@@ -192,13 +195,16 @@ class Engine:
         *,
         internal: bool = False,
         kind: Kind = Kind.WORK,
+        addresses: Iterable[int] = (),
     ) -> Item:
         """Append work to `queue`; blocks like a card when too much is pending there, except for `internal` work.
 
-        Where the stream captures, the work is recorded instead, and the item stands for nothing.
+        Where the stream captures, the work is recorded instead, with the memory at its addresses, and the item stands
+        for nothing.
         """
         if queue.capture is not None and not internal:
-            queue.capture.record(name, work)
+            keepers = (self.keeper(address) for address in addresses)
+            queue.capture.record(name, work, (keeper for keeper in keepers if keeper is not None))
             return Item(name, None, (), internal)
         with self.condition:
             item = Item(name, work, (*after, *self._legacy_order(queue)), internal, kind)

@@ -9,14 +9,15 @@ Rules
    handles. A default is assigned when the graph is launched, and not when a body is come to again; without a default
    the value is anything then.
 5. Bodies hold no events, and kernels in them set only handles of their own graph.
-6. Ending a capture after that of a body in it was broken ends the process, as drivers of CUDA 13 do (NVBUG 6805256).
+6. A launch of a graph with an address in it whose memory has been freed since the capture loses the device.
+7. Ending a capture after that of a body in it was broken ends the process, as drivers of CUDA 13 do (NVBUG 6805256).
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -77,6 +78,7 @@ class CapturedGraph:
         defaults: the handles made for it, with the values they are given at a launch; None: any.
         used: the handles that a node looks at.
         is_broken: the capture of a body was, so that the driver has a pointer to a graph that is gone.
+        keepers: numbers of what keeps the addresses in its nodes in use; see `pool.Pieces`.
     """
 
     def __init__(self, ptr: int, *, parent: CapturedGraph | None = None) -> None:
@@ -86,6 +88,7 @@ class CapturedGraph:
         self.defaults: dict[int, int | None] = {}
         self.used: set[int] = set()
         self.is_broken = False
+        self.keepers: set[int] = set()
 
     def line(self) -> Iterator[CapturedGraph]:
         """The graph and those around it."""
@@ -153,7 +156,7 @@ class Capture:
         self.last: tuple[Step, ...] = ()
         self.allocated: set[int] = set()
 
-    def record(self, name: str, work: Callable[[], None] | None) -> None:
+    def record(self, name: str, work: Callable[[], None] | None, keepers: Iterable[int] = ()) -> None:
         if self.invalid:
             raise CUDARuntimeError(INVALIDATED)
         if self.graph.parent is not None and work is None:
@@ -161,6 +164,7 @@ class Capture:
             raise CUDARuntimeError(NOT_SUPPORTED)
         step = Step(name, work, self.last)
         self.graph.steps.append(step)
+        self.graph.keepers.update(keepers)
         self.last = (step,)
 
     def break_with(self, code: int) -> CUDARuntimeError:
@@ -225,7 +229,9 @@ class Graph:
         if queue.capture is not None:
             raise NotImplementedError("the fake has no child graphs")
         self.launches += 1
-        engine.give(queue, "graph", lambda: captured.launch(engine))
+        # Now, and not when it is done: memory that the host frees after a launch is used again in the stream's order.
+        is_kept = all(engine.is_kept(keeper) for graph in captured.tree() for keeper in graph.keepers)
+        engine.give(queue, "graph", (lambda: captured.launch(engine)) if is_kept else _fault)
 
     def upload(self, stream: Stream | None = None) -> None:
         self._queue(stream, "graphUpload")
@@ -235,6 +241,10 @@ class Graph:
         queue = self._engine.queue(stream.ptr, max(stream.device_id, 0))
         self._engine.enter(call, queue.device)
         return queue
+
+
+def _fault() -> None:
+    raise DeviceFault(700)
 
 
 class RawModule:

@@ -105,11 +105,11 @@ class Kernels:
                 )
         return current
 
-    def enqueue(self, name: str, work: Callable[[], None]) -> None:
-        """Give `work` to the current stream."""
+    def enqueue(self, name: str, work: Callable[[], None], addresses: Sequence[int]) -> None:
+        """Give `work` on memory at these addresses to the current stream."""
         engine = self.platform.engine
         engine.enter("launchKernel", self.platform.runtime.getDevice())
-        engine.give(self.current_queue(), name, work)
+        engine.give(self.current_queue(), name, work, addresses=addresses)
 
     def current_queue(self) -> Queue:
         """The work of the current stream."""
@@ -125,7 +125,8 @@ class Kernels:
         """Compute on views of `reads` when executed, and write what that gives to `writes`."""
         self.check_devices([*reads, *writes])
         sources, targets = [a.operand for a in reads], [a.operand for a in writes]
-        self.enqueue(name, lambda: self._execute(compute, sources, targets))
+        addresses = [operand.ptr for operand in (*sources, *targets) if operand.size]
+        self.enqueue(name, lambda: self._execute(compute, sources, targets), addresses)
 
     def _execute(
         self, compute: Callable[..., Sequence[Any] | None], sources: list[Operand], targets: list[Operand]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -46,6 +47,7 @@ class Platform:
         self.pointer: type[MemoryPointer]
         self.thread = threading.local()
         self.pieces = Pieces()
+        engine.keeper, engine.is_kept = self.pieces.keeper, self.pieces.is_kept
 
     def current_stream(self) -> Stream:
         return self.streams.current[self.runtime.getDevice()]
@@ -77,30 +79,55 @@ class Pieces:
         # Re-entrant, because a destructor may run inside.
         self._lock = threading.RLock()
         self._starts: list[int] = []
-        self._found: dict[int, tuple[int, int]] = {}
-        self._pooled: list[tuple[int, int]] = []
+        self._found: dict[int, tuple[int, int, int]] = {}
+        self._pooled: list[tuple[int, int, int]] = []
+        self._serial = itertools.count(1)
+        self._kept: set[int] = set()
 
     def add(self, ptr: int, nbytes: int, owner: int) -> None:
         with self._lock:
             bisect.insort(self._starts, ptr)
-            self._found[ptr] = nbytes, owner
+            serial = next(self._serial)
+            self._found[ptr] = nbytes, owner, serial
+            self._kept.add(serial)
 
     def remove(self, ptr: int, owner: int | None = None) -> None:
         """Forget the piece at an address, if it is this owner's; by default whoever has it."""
         with self._lock:
             found = self._found.get(ptr)
             if found is not None and owner in (None, found[1]):
+                self._kept.discard(found[2])
                 del self._starts[bisect.bisect_left(self._starts, ptr)], self._found[ptr]
 
     def add_block(self, ptr: int, nbytes: int) -> None:
         """A pool has the memory from now on, which may be a piece of another one's."""
         with self._lock:
             self.remove(ptr)
-            self._pooled.append((ptr, nbytes))
+            serial = next(self._serial)
+            self._pooled.append((ptr, nbytes, serial))
+            self._kept.add(serial)
 
     def remove_block(self, ptr: int, nbytes: int) -> None:
         with self._lock:
-            self._pooled.remove((ptr, nbytes))
+            # The last one: a pool's block may be all of another one's.
+            block = next(block for block in reversed(self._pooled) if block[:2] == (ptr, nbytes))
+            self._pooled.remove(block)
+            self._kept.discard(block[2])
+
+    def keeper(self, ptr: int) -> int | None:
+        """Return the number of what keeps an address in use: the pool that has taken it from another one, or the piece.
+
+        None for memory that is in no pool, or that a pool has and nothing uses.
+        """
+        with self._lock:
+            blocks = [serial for start, nbytes, serial in self._pooled if start <= ptr < start + nbytes]
+            bounds = self.bounds(ptr)
+            return blocks[-1] if len(blocks) > 1 else None if bounds is None else self._found[bounds[0]][2]
+
+    def is_kept(self, keeper: int) -> bool:
+        """Return True if it still does."""
+        with self._lock:
+            return keeper in self._kept
 
     def bounds(self, ptr: int) -> tuple[int, int] | None:
         """The piece in use in which an address is; None if it is in none."""
@@ -115,7 +142,7 @@ class Pieces:
     def is_pooled(self, ptr: int) -> bool:
         """Return True if an address is in memory that a pool has."""
         with self._lock:
-            return any(start <= ptr < start + nbytes for start, nbytes in self._pooled)
+            return any(start <= ptr < start + nbytes for start, nbytes, _ in self._pooled)
 
 
 class BaseMemory:

@@ -132,7 +132,8 @@ class LoadedKernel:
             self._bounds(parameter, value) if parameter.is_address else (0, 0)
             for parameter, value in zip(self._parameters, values, strict=True)
         ]
-        engine.give(queue, name, lambda: self._execute(blocks, threads, values, bounds))
+        addresses = [value for value, (_, high) in zip(values, bounds, strict=True) if high]
+        engine.give(queue, name, lambda: self._execute(blocks, threads, values, bounds), addresses=addresses)
 
     def _unpacked(self, record: int) -> list[int]:
         """The parameters, as unsigned numbers."""

@@ -324,7 +324,7 @@ class Runtime:
         self._enter("memsetAsync", queue.device)
         if not self._memory.is_live(ptr, size):
             raise CUDARuntimeError(1)
-        self._engine.give(queue, "memsetAsync", lambda: self._memory.fill(ptr, value & 0xFF, size))
+        self._engine.give(queue, "memsetAsync", lambda: self._memory.fill(ptr, value & 0xFF, size), addresses=[ptr])
 
     def memset(self, ptr: int, value: int, size: int) -> None:
         self.memsetAsync(ptr, value, size, 0)
@@ -354,7 +354,7 @@ class Runtime:
             mark = self._engine.give(queue, name, lambda: memory.copy(dst, src, size, pageable=True))
             self._engine.block(f"{name} to pageable memory", lambda: mark.done, queue.device)
         else:
-            self._engine.give(queue, name, lambda: memory.copy(dst, src, size))
+            self._engine.give(queue, name, lambda: memory.copy(dst, src, size), addresses=[dst, src])
 
     def _unstage(self, dst: int, staged: bytes) -> None:
         self._memory.fill(dst, 0, len(staged))
