@@ -1,15 +1,21 @@
-"""Pass: joins elementwise nodes that feed one another into one node, which on a card is one kernel launch.
+"""Pass: joins elementwise nodes that feed one another, also through views, into one node: on a card, one kernel.
 
 A straight line of nodes, all on one device and none of which waits, is covered with *units*: at first one per node.
 Units are joined if they share an edge, or else an input of their shape. All their values must have one shape as far as
 known, and no other node may have to run between them. Where an extent that is not known turns out to be 1, the `fused`
 node runs its members one by one.
 
+Units then take in views that only they use, and units of which they only use views: a chain may compute a matrix, cut
+it into four parts and go on with these. No value may be computed for more elements than it has. At last units take in
+joins of their results (`concat`), each of which is then written to its part of the joined array.
+
 Left alone are integers and booleans of rank 0, which are kept on the host, and dtypes without C++ type.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,14 +23,14 @@ from itertools import pairwise
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.kernels.chains import Chain, Member
 from asyncflow.compiler.program.kernels.fused import FUSED
-from asyncflow.compiler.program.kernels.kernels import is_host_spec
+from asyncflow.compiler.program.kernels.kernel_text import in_use
 from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.compiler.regions.fusable import Looks, is_elementwise, is_join, looks_of
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values.shapes import Shape
-from asyncflow.ops.cuda.source import expression
 
 _MOST_PARAMETERS = 20
 """Inputs and outputs of a kernel."""
@@ -33,6 +39,8 @@ _MOST_PARAMETER_BYTES = 3500
 """CUDA takes 4096 bytes; an array is passed as its address, its size, and an extent and a stride per axis."""
 
 _MOST_MEMBERS = 64
+
+_UNKNOWN = 1009
 
 _LONGEST = 1000
 """A line of more nodes is fused piece by piece: the sets of nodes before and behind each node grow with its length."""
@@ -83,15 +91,6 @@ def fuse_line(nodes: Sequence[Node], results: Sequence[Tensor]) -> tuple[list[No
     return made, [replacements.tensor(tensor) for tensor in results]
 
 
-def _may_fuse(node: Node) -> bool:
-    specs = [tensor.spec for tensor in (*node.inputs, *node.outputs)]
-    if not node.single or not node.inputs or any(spec.shape is None for spec in specs) or is_host_spec(specs[-1]):
-        return False
-    *inputs, output = (spec.dtype for spec in specs)
-    names = [f"v{index}" for index in range(len(inputs))]
-    return expression(node.op, node.attrs, inputs, output, names) is not None
-
-
 def _common_shape(first: Shape, second: Shape) -> Shape:
     """Facts about one shape from both; None if they may differ. An unknown extent is not taken for a 1."""
     if first is None or second is None or len(first) != len(second):
@@ -102,13 +101,23 @@ def _common_shape(first: Shape, second: Shape) -> Shape:
     return tuple(b if a is None else a for a, b in pairs)
 
 
+def _size(shape: Shape) -> int:
+    """Return the number of elements; an unknown extent stands for the same number in all shapes."""
+    return math.prod(_UNKNOWN if extent is None else extent for extent in shape or ())
+
+
+def _again(values: Sequence[tuple[int, tuple[int, ...]]]) -> Counter[int]:
+    """Return how often each value behind views is computed for an element of the results."""
+    return Counter(number for number, steps in values if steps)
+
+
 @dataclass(slots=True, eq=False)
 class _FusedUnit:
     """A unit: nodes that run as one.
 
     Attributes:
         members: numbers of the nodes, ascending.
-        shape: of their results; None for a node that cannot be fused.
+        shape: of their results, before these are joined; None for a node that cannot be computed with others.
         own: the set of its members, as bits.
         before: the set of nodes that have to run before it, with whole units.
         behind: likewise the nodes that have to run after it.
@@ -128,10 +137,11 @@ class _Line:
     replacements: Replacements
     units: list[_FusedUnit] = field(default_factory=list)
     users: dict[Tensor, list[int]] = field(default_factory=dict)
+    _looks: dict[int, Looks] = field(default_factory=dict)
 
     def fuse(self) -> list[Node]:
         numbers = {node: number for number, node in enumerate(self.nodes)}
-        fusable = [_may_fuse(node) for node in self.nodes]
+        fusable = [is_elementwise(node) for node in self.nodes]
         if not any(fusable):
             return list(self.nodes)
         for number, node in enumerate(self.nodes):
@@ -149,6 +159,13 @@ class _Line:
                 # Only what has the shared input's shape is likely to have one shape.
                 if _common_shape(tensor.shape, self.units[first].shape) is not None:
                     self._try_to_join(first, second)
+        self._looks = {number: looks for number, node in enumerate(self.nodes) if (looks := looks_of(node))}
+        # Those that look at what others look at come last, and show to whom these belong.
+        self._take_in_all()
+        for number, node in enumerate(self.nodes):
+            if is_join(node):
+                self._join_results(number, numbers)
+        self._take_in_all()
         return self._replaced(numbers)
 
     def _find_order(self, numbers: dict[Node, int]) -> None:
@@ -169,11 +186,16 @@ class _Line:
     def _try_to_join(self, first: int, second: int) -> None:
         a, b = self.units[first], self.units[second]
         shape = _common_shape(a.shape, b.shape)
-        if a is b or shape is None or (a.before & b.behind) | (a.behind & b.before):
-            return  # the last: something stands between them
+        if a is not b and shape is not None:
+            self._join(a, b, shape)
+
+    def _join(self, a: _FusedUnit, b: _FusedUnit, shape: Shape) -> bool:
+        """Make one unit of two, if one kernel can do it; return True if so."""
+        if (a.before & b.behind) | (a.behind & b.before):
+            return False  # something stands between them
         members = sorted((*a.members, *b.members))
         if not self._fits(members, shape):
-            return
+            return False
         joined = _FusedUnit(members, shape, a.own | b.own)
         joined.before = (a.before | b.before) & ~joined.own
         joined.behind = (a.behind | b.behind) & ~joined.own
@@ -184,17 +206,68 @@ class _Line:
                 unit.behind |= joined.own | joined.behind
             elif unit is not joined and unit.own & joined.behind:
                 unit.before |= joined.own | joined.before
+        return True
+
+    def _take_in_all(self) -> None:
+        """Take in views, and the units behind views, as far as possible."""
+        # Backwards, as a unit is taken in behind the views of its results; each may let another one in.
+        while sum(self._take_in(number) for number in reversed(range(len(self.nodes)))):
+            pass
+
+    def _take_in(self, number: int) -> bool:
+        """Join a view, or a unit of which only views are used, to the only unit that uses it; return True if done."""
+        unit = self.units[number]
+        is_view = number in self._looks and unit.members == [number]
+        if number != unit.members[-1] or not (is_view or unit.shape is not None):
+            return False
+        outputs = self._interface(unit.members)[1]
+        users = {user for tensor in outputs for user in self.users.get(tensor, ())} - set(unit.members)
+        # The users of several parts of one value share no tensor, and have not been tried together.
+        if is_view:
+            for first, second in pairwise(sorted(users)):
+                self._try_to_join(first, second)
+        targets = {self.units[user] for user in users}
+        if len(targets) != 1 or not self.results.isdisjoint(outputs):
+            return False
+        (target,) = targets
+        # A user of the whole value, beside views of it, would need it in memory.
+        if target.shape is None or not (is_view or users <= self._looks.keys()):
+            return False
+        return self._join(unit, target, target.shape)
+
+    def _join_results(self, number: int, numbers: dict[Node, int]) -> None:
+        """Add a join to the unit that computes all of its inputs, if one unit does."""
+        places = [numbers.get(tensor.node) for tensor in self.nodes[number].inputs]
+        known = [place for place in places if place is not None]
+        if len(known) < len(places):
+            return
+        for first, second in pairwise(known):
+            self._try_to_join(first, second)
+        unit = self.units[known[0]]
+        if any(self.units[place] is not unit for place in known) or unit.shape is None:
+            return
+        if all(_common_shape(tensor.shape, unit.shape) for tensor in self.nodes[number].inputs):
+            self._join(unit, self.units[number], unit.shape)
 
     def _fits(self, members: Sequence[int], shape: Shape) -> bool:
         inputs, outputs = self._interface(members)
-        count = len(inputs) + len(outputs)
+        count, computed = len(inputs) + len(outputs), len(members)
+        if not self._looks.keys().isdisjoint(members) or any(is_join(self.nodes[member]) for member in members):
+            chain = self._chain(members, inputs, outputs)
+            if chain is None:
+                return False
+            # A value that is read through several views is loaded, or computed, for each of them.
+            reads, values = in_use(chain)
+            count, computed = len(reads) + len(chain.stores), len(values)
+            if any(_size(shape) * times > _size(chain.specs[each].shape) for each, times in _again(values).items()):
+                return False
         nbytes = count * (16 + 16 * len(shape or ()))
-        return len(members) <= _MOST_MEMBERS and count <= _MOST_PARAMETERS and nbytes <= _MOST_PARAMETER_BYTES
+        return computed <= _MOST_MEMBERS and count <= _MOST_PARAMETERS and nbytes <= _MOST_PARAMETER_BYTES
 
     def _interface(self, members: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outside values that members use, and the members' values used outside."""
         inside = set(members)
-        made = [self.nodes[member].outputs[0] for member in members]
+        made = [output for member in members for output in self.nodes[member].outputs]
         used = dict.fromkeys(tensor for member in members for tensor in self.nodes[member].inputs)
         inputs = [tensor for tensor in used if tensor not in set(made)]
         outputs = [t for t in made if t in self.results or not inside.issuperset(self.users.get(t, ()))]
@@ -217,20 +290,31 @@ class _Line:
     def _is_worthwhile(self, unit: _FusedUnit) -> bool:
         if unit.shape is None or not self._interface(unit.members)[1]:
             return False
-        return len(unit.members) > 1 or self.nodes[unit.members[0]].op.is_composite
+        kernels = [self.nodes[member] for member in unit.members if member not in self._looks]
+        return len(kernels) > 1 or kernels[0].op.is_composite
+
+    def _chain(self, numbers: Sequence[int], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Chain | None:
+        """Return the chain of a unit's nodes; None if a node uses results that another one has joined."""
+        values = {tensor: number for number, tensor in enumerate(inputs)}
+        members: list[Member] = []
+        # Last, so that their number is that of an output alone, and kernels that cannot join leave them out.
+        joins = [number for number in numbers if is_join(self.nodes[number])]
+        for number in (*(number for number in numbers if number not in joins), *joins):
+            node = self.nodes[number]
+            if any(tensor not in values for tensor in node.inputs):
+                return None
+            operands = tuple([values[tensor] for tensor in node.inputs])
+            alone: Looks = {node.outputs[0]: (node.op, node.attrs)}
+            for tensor, (op, attrs) in self._looks.get(number, alone).items():
+                members.append(Member(op, attrs, operands, tensor.spec, node.name))
+                values[tensor] = len(values)
+        specs = tuple([tensor.spec for tensor in inputs])
+        return Chain(specs, tuple(members), tuple([values[tensor] for tensor in outputs]))
 
     def _fused_node(self, unit: _FusedUnit) -> Node:
         inputs, outputs = self._interface(unit.members)
-        values = {tensor: number for number, tensor in enumerate(inputs)}
-        members: list[Member] = []
-        for number in unit.members:
-            node = self.nodes[number]
-            operands = tuple(values[tensor] for tensor in node.inputs)
-            members.append(Member(node.op, node.attrs, operands, node.outputs[0].spec, node.name))
-            values[node.outputs[0]] = len(values)
-        chain = Chain(
-            tuple(tensor.spec for tensor in inputs), tuple(members), tuple(values[tensor] for tensor in outputs)
-        )
+        chain = self._chain(unit.members, inputs, outputs)
+        assert chain is not None
         specs = tuple(tensor.spec for tensor in outputs)
         last = self.nodes[unit.members[-1]]
         node = detached_node(

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from asyncflow.graph.ir import Attrs
 from asyncflow.graph.op import Memory, Op
 from asyncflow.graph.values.spec import Spec
+from asyncflow.ops.arrays.manipulation import CONCAT
 
 Lengths: TypeAlias = tuple[int, ...]
 """A shape of which all is known."""
@@ -39,7 +40,12 @@ class Member:
     @property
     def is_view(self) -> bool:
         """True if it looks at its operand otherwise, and computes nothing."""
-        return self.op.traits.memory in (Memory.VIEW, Memory.WHOLE_VIEW)
+        return not callable(self.op.cuda) and self.op.traits.memory in (Memory.VIEW, Memory.WHOLE_VIEW)
+
+    @property
+    def joins(self) -> bool:
+        """True if it puts its operands beside one another."""
+        return self.op is CONCAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,21 @@ class Read:
     steps: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value that a kernel stores.
+
+    Attributes:
+        value: its number.
+        output: the place among the chain's outputs of the array to write to.
+        piece: the place of the value among the operands of the member that joins them into that output.
+    """
+
+    value: int
+    output: int
+    piece: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Chain:
     """Elementwise ops that feed one another. Values are numbered: first the inputs, then each member's output.
@@ -63,7 +84,8 @@ class Chain:
     Attributes:
         inputs: specs of the inputs from outside.
         members: in an order in which they can run.
-        outputs: numbers of the values used outside, all of them members' outputs.
+        outputs: numbers of the values used outside, all of them members' outputs. Members that join their operands are
+            the last, and all among the outputs.
     """
 
     inputs: tuple[Spec, ...]
@@ -87,6 +109,20 @@ class Chain:
     def has_views(self) -> bool:
         """True if a member is a view."""
         return any(member.is_view for member in self.members)
+
+    @cached_property
+    def stores(self) -> tuple[Stored, ...]:
+        """The values to store, in the order of the outputs."""
+        found: list[Stored] = []
+        for index, output in enumerate(self.outputs):
+            pieces = self.member(output).operands if self.member(output).joins else (output,)
+            found += [Stored(value, index, piece) for piece, value in enumerate(pieces)]
+        return tuple(found)
+
+    def joined(self, output: int) -> Member | None:
+        """The member that joins its operands into this output; None if no member does."""
+        member = self.member(self.outputs[output])
+        return member if member.joins else None
 
     def member(self, number: int) -> Member:
         """The member whose output is this value."""

@@ -52,7 +52,7 @@ class KernelSource:
 def body_of(chain: Chain) -> ElementWork:
     """Return the work on one element: number k of the values in use is called ``x<k>`` or ``v<k>``."""
     specs = chain.specs
-    reads, values = _in_use(chain)
+    reads, values = in_use(chain)
     names: dict[tuple[int, tuple[int, ...]], str] = {}
     lines: list[str] = []
     for index, read in enumerate(reads):
@@ -71,8 +71,8 @@ def body_of(chain: Chain) -> ElementWork:
         name = names[number, steps] = f"v{len(names)}"
         lines.append(f"const {c_type(member.spec.dtype)} {name} = {text};")
     stored = []
-    for output in chain.outputs:
-        dtype, name = specs[output].dtype.name, names[_seen(chain, output, ())]
+    for store in chain.stores:
+        dtype, name = specs[store.value].dtype.name, names[_seen(chain, store.value, ())]
         stored.append((dtype, f"static_cast<{dtype}>({name})" if dtype in HALVES else name))
     return ElementWork(reads, tuple(lines), tuple(stored))
 
@@ -89,10 +89,10 @@ def _seen(chain: Chain, number: int, steps: tuple[int, ...]) -> _Seen:
     return number, steps
 
 
-def _in_use(chain: Chain) -> tuple[tuple[Read, ...], list[_Seen]]:
+def in_use(chain: Chain) -> tuple[tuple[Read, ...], list[_Seen]]:
     """Return the values to load and to compute, each after its operands."""
     found: set[_Seen] = set()
-    ahead = [_seen(chain, output, ()) for output in chain.outputs]
+    ahead = [_seen(chain, store.value, ()) for store in chain.stores]
     while ahead:
         seen = ahead.pop()
         if seen in found:

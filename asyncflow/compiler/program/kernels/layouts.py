@@ -44,19 +44,28 @@ def shapes_of(chain: Chain, shapes: Shapes) -> Shapes | None:
     found = list(shapes)
     try:
         for member in chain.members:
-            given = [found[operand] for operand in member.operands]
-            is_view = member.is_view
-            found.append(
-                view_kernel(member)(without_values(given[0])).shape if is_view else np.broadcast_shapes(*given)
-            )
+            given = tuple([found[operand] for operand in member.operands])
+            if member.is_view:
+                found.append(view_kernel(member)(without_values(given[0])).shape)
+            elif member.joins:
+                found.append(_beside_one_another(given, member.attrs["axis"]))
+            else:
+                found.append(np.broadcast_shapes(*given))
     except (ValueError, IndexError):
         return None
     return tuple(found)
 
 
+def _beside_one_another(shapes: Shapes, axis: int) -> Lengths:
+    """Return the shape of arrays of one rank joined along an axis."""
+    extents = list(shapes[0])
+    extents[axis] = sum(shape[axis] for shape in shapes)
+    return tuple(extents)
+
+
 def loop_of(chain: Chain, shapes: Shapes) -> Lengths | None:
-    """Return the common shape of the outputs; None if they have several, so that one kernel cannot do it."""
-    first, *others = (shapes[output] for output in chain.outputs)
+    """Return the common shape of the values to store; None if there are several, which one kernel cannot compute."""
+    first, *others = (shapes[store.value] for store in chain.stores)
     return first if all(other == first for other in others) else None
 
 
@@ -73,6 +82,21 @@ def looked_at(chain: Chain, read: Read, array: Array, shapes: Shapes) -> Array:
         member = chain.member(step)
         array = view_kernel(member)(array) if member.is_view else np.broadcast_to(array, shapes[step])
     return array
+
+
+def stored_at(chain: Chain, shapes: Shapes) -> list[tuple[Lengths, int]]:
+    """For each store, the strides of its place in the output, and the distance of its first element, in elements."""
+    found = []
+    for store in chain.stores:
+        strides = steps_of(shapes[chain.outputs[store.output]], 1)
+        member = chain.joined(store.output)
+        if member is None:
+            found.append((strides, 0))
+            continue
+        axis = member.attrs["axis"]
+        before = sum(shapes[operand][axis] for operand in member.operands[: store.piece])
+        found.append((strides, before * strides[axis]))
+    return found
 
 
 def collapsed(shape: Lengths, strides: Sequence[Lengths]) -> tuple[Lengths, list[Lengths]]:

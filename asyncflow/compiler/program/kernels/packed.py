@@ -31,6 +31,7 @@ from asyncflow.compiler.program.kernels.layouts import (
     loop_of,
     shapes_of,
     steps_of,
+    stored_at,
     without_values,
 )
 from asyncflow.devices.protocol import Placed
@@ -79,8 +80,8 @@ class _Launch:
 
     Attributes:
         kernel: the kernel; None where there is nothing to compute.
-        shape: of the outputs.
-        size: number of elements of each.
+        shapes: of the outputs.
+        size: number of elements that the loop goes over.
         reads: arrays to read.
         numbers: scalars.
         stores: arrays to write.
@@ -89,7 +90,7 @@ class _Launch:
     """
 
     kernel: PackedKernel | None
-    shape: Lengths
+    shapes: Shapes
     size: int = 0
     reads: Sequence[_Address] = ()
     numbers: Sequence[_Scalar] = ()
@@ -101,7 +102,18 @@ class _Launch:
 class PackedChain:
     """The kernel of a `fused` node on a device that launches kernels of our own."""
 
-    __slots__ = ("_body", "_chain", "_dtypes", "_launches", "_layouts", "_name", "_ndarray", "_one_by_one", "_outputs")
+    __slots__ = (
+        "_body",
+        "_chain",
+        "_dtypes",
+        "_launches",
+        "_layouts",
+        "_moves",
+        "_name",
+        "_ndarray",
+        "_one_by_one",
+        "_outputs",
+    )
 
     def __init__(self, chain: Chain, launches: KernelLaunches, one_by_one: Kernel) -> None:
         self._chain = chain
@@ -110,6 +122,7 @@ class PackedChain:
         self._name = kernel_name(chain)
         self._one_by_one = one_by_one
         self._body = body_of(chain)
+        self._moves = chain.has_views or len(chain.stores) > len(chain.outputs)
         self._dtypes = [np.dtype(spec.dtype) for spec in chain.inputs]
         self._outputs = [np.dtype(chain.specs[output].dtype) for output in chain.outputs]
         self._layouts: dict[tuple[tuple[Lengths, Lengths] | None, ...], _Launch | None] = {}
@@ -124,7 +137,7 @@ class PackedChain:
             layout = self._found(inputs, key)
         if layout is None:
             return self._one_by_one(*inputs)
-        outputs = [ndarray(layout.shape, dtype) for dtype in self._outputs]
+        outputs = [ndarray(shape, dtype) for shape, dtype in zip(layout.shapes, self._outputs, strict=True)]
         if layout.kernel is not None:
             self._launch(layout, inputs, outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -166,10 +179,11 @@ class PackedChain:
         chain = self._chain
         if (loop := self._common_shape(key)) is not None:
             lies: list[Lie] = ["number" if key[read.source] is None else "flat" for read in self._body.reads]
-            flat: list[Lie] = ["flat"] * len(self._body.stored)
+            flat: list[Lie] = ["flat"] * len(self._outputs)
             size = math.prod(loop)
             form = Form(1, tuple(lies), tuple(flat), size >= _SHORT)
-            return self._launched(form, loop, (size,), (), [0] * len(self._body.reads))
+            offsets = [0] * (len(lies) + len(flat))
+            return self._launched(form, (loop,) * len(flat), (size,), (), offsets)
         shapes = shapes_of(chain, tuple(() if place is None else place[0] for place in key))
         loop = None if shapes is None else loop_of(chain, shapes)
         if shapes is None or loop is None:
@@ -177,24 +191,28 @@ class PackedChain:
         size = math.prod(loop)
         if size > _MOST_ELEMENTS:
             return None
+        outputs = tuple([shapes[output] for output in chain.outputs])
         if not size:
-            return _Launch(None, loop)
+            return _Launch(None, outputs)
         views = [self._view(read, key[read.source], shapes) for read in self._body.reads]
         steps = [
             None if view is None else _in_elements(np.broadcast_to(view, loop).strides, view.itemsize) for view in views
         ]
-        own = [steps_of(loop, 1) for _ in self._body.stored]
+        own, own_offsets = zip(*stored_at(chain, shapes), strict=True)
         if any(step is None and view is not None for step, view in zip(steps, views, strict=True)):
             return None
         extents, strides = collapsed(loop, [*(step or (0,) * len(loop) for step in steps), *own])
         form = _form(extents, strides, [view is None for view in views], size)
-        return self._launched(form, loop, extents, strides, [0 if view is None else _offset(view) for view in views])
+        nbytes = [self._outputs[store.output].itemsize for store in chain.stores]
+        offsets = [0 if view is None else _offset(view) for view in views]
+        offsets += [offset * itemsize for offset, itemsize in zip(own_offsets, nbytes, strict=True)]
+        return self._launched(form, outputs, extents, strides, offsets)
 
     def _common_shape(self, key: Sequence[tuple[Lengths, Lengths] | None]) -> Lengths | None:
         """Return the shape of all arrays, if each is the loop's and in C order, as in most calls; None if not."""
         arrays = [place for place in key if place is not None]
         shape, size = arrays[0][0], math.prod(arrays[0][0])
-        if self._chain.has_views or not 0 < size <= _MOST_ELEMENTS or any(place[0] != shape for place in arrays):
+        if self._moves or not 0 < size <= _MOST_ELEMENTS or any(place[0] != shape for place in arrays):
             return None
         for place, dtype in zip(key, self._dtypes, strict=True):
             if place is not None and place[1] != steps_of(shape, dtype.itemsize):
@@ -203,19 +221,27 @@ class PackedChain:
         return shape if depend else None
 
     def _launched(
-        self, form: Form, loop: Lengths, extents: Lengths, strides: Sequence[Lengths], offsets: Sequence[int]
+        self, form: Form, outputs: Shapes, extents: Lengths, strides: Sequence[Lengths], offsets: Sequence[int]
     ) -> _Launch:
-        """Return a launch of this form, given the extents and strides of its loop, and where reads begin."""
-        chain, reads, numbers = self._chain, [], []
-        for slot, (read, lie, offset) in enumerate(zip(self._body.reads, form.reads, offsets, strict=True)):
+        """Return a launch of this form.
+
+        Args:
+            form: of the kernel.
+            outputs: the shapes of the outputs.
+            extents: of the loop.
+            strides: of each operand along each axis of the loop, in elements; empty if none has its own.
+            offsets: of each operand, in bytes: where in its array the first element is.
+        """
+        chain, reads, numbers, n_reads = self._chain, [], [], len(form.reads)
+        for slot, (read, lie) in enumerate(zip(self._body.reads, form.reads, strict=True)):
             if lie == "number":
                 numbers.append(_Scalar(slot, read.source, bits_of(self._dtypes[read.source])))
             else:
-                reads.append(_Address(slot, read.source, offset))
-        stores = [_Address(len(form.reads) + index, index, 0) for index in range(len(form.stores))]
-        values = [*([0] * (len(form.reads) + len(stores))), *parameters_of(form, extents, strides)]
+                reads.append(_Address(slot, read.source, offsets[slot]))
+        stores = [_Address(slot, store.output, offsets[slot]) for slot, store in enumerate(chain.stores, start=n_reads)]
+        values = [*([0] * len(offsets)), *parameters_of(form, extents, strides)]
         kernel = self._launches.kernel(packed_source(chain, form), self._name, OPTIONS)
-        return _Launch(kernel, loop, math.prod(loop), reads, numbers, stores, values)
+        return _Launch(kernel, outputs, math.prod(extents), reads, numbers, stores, values)
 
     def _view(self, read: Read, place: tuple[Lengths, Lengths] | None, shapes: Shapes) -> Array | None:
         """The view of an input that is read, as an array without values; None for a number."""
