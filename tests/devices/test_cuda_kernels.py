@@ -46,7 +46,7 @@ def test_a_kernel_is_compiled_at_its_first_launch_and_covers_all_elements(cupy: 
     assert "compile" not in cupy.blocking()
     for size in (1, 128, 1000):
         out = cupy.zeros(size, "q")
-        kernel.launch(size, kernel.record([out.data.ptr, size]))
+        kernel.launch(-(-size // 128), 128, kernel.record([out.data.ptr, size]))
         np.testing.assert_array_equal(out.get(), np.arange(size))
     assert cupy.blocking().count("compile") == 1
 
@@ -57,7 +57,7 @@ def test_the_stream_is_the_current_one(cupy: FakeCupy) -> None:
     cupy.wait_idle()
     cupy.pause()
     with stream:
-        kernel.launch(3, kernel.record([out.data.ptr, 3]))
+        kernel.launch(1, 128, kernel.record([out.data.ptr, 3]))
     assert cupy.pending(stream) == 1
     cupy.resume()
     cupy.wait_idle()
@@ -68,8 +68,8 @@ def test_a_refusal_of_the_driver_is_an_error(cupy: FakeCupy) -> None:
     out = cupy.zeros(3, "q")
     cupy.fail_next(701, "launchKernel")
     with pytest.raises(KernelLaunchError, match="CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: cuLaunchKernel of filled"):
-        kernel.launch(3, kernel.record([out.data.ptr, 3]))
-    kernel.launch(3, kernel.record([out.data.ptr, 3]))
+        kernel.launch(1, 128, kernel.record([out.data.ptr, 3]))
+    kernel.launch(1, 128, kernel.record([out.data.ptr, 3]))
     assert out.get().tolist() == [0, 1, 2]
 
 

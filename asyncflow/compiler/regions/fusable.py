@@ -6,17 +6,21 @@ to its part of the joined array.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+from asyncflow.compiler.program.kernels.chains import REDUCTIONS
 from asyncflow.compiler.program.kernels.kernels import is_host_spec
+from asyncflow.compiler.program.kernels.row_text import LONGEST_ROW
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.values.shapes import is_static, normalize_axis
+from asyncflow.graph.values.shapes import Shape, is_static, normalize_axis
 from asyncflow.ops.arrays.datatypes import BROADCAST_TO
 from asyncflow.ops.arrays.manipulation import CONCAT, EXPAND_DIMS, PERMUTE_DIMS, SQUEEZE
 from asyncflow.ops.arrays.splitting import SPLIT
+from asyncflow.ops.axes import normalize_axes
 from asyncflow.ops.cuda.source import expression, has_c_type
 from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.ops.indexing.keys import along
@@ -71,6 +75,20 @@ def _parts(node: Node) -> Looks:
     bounds = pairwise(accumulate(known, initial=0))
     keys = [along(axis, ("slice", start, stop, None)) for start, stop in bounds]
     return {output: (GETITEM, {"key": key}) for output, key in zip(node.outputs, keys, strict=True)}
+
+
+def is_reduction(node: Node, shape: Shape) -> bool:
+    """Return True if a kernel whose loop has this shape can reduce rows of it as the node does."""
+    if node.op not in REDUCTIONS or shape is None or not shape or node.inputs[0].shape is None:
+        return False
+    specs = node.inputs[0].spec, node.outputs[0].spec
+    rank = len(shape)
+    axes = normalize_axes(node.attrs["axis"], rank)
+    if sorted(axes) != list(range(rank - len(axes), rank)) or not axes:
+        return False
+    row = shape[rank - len(axes) :]
+    is_short = not is_static(row) or 0 < math.prod(extent or 0 for extent in row) <= LONGEST_ROW
+    return is_short and all(has_c_type(spec.dtype) and not is_host_spec(spec) for spec in specs)
 
 
 def is_join(node: Node) -> bool:

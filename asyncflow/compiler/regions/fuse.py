@@ -7,7 +7,7 @@ node runs its members one by one.
 
 Units then take in views that only they use, and units of which they only use views: a chain may compute a matrix, cut
 it into four parts and go on with these. No value may be computed for more elements than it has. At last units take in
-joins of their results (`concat`), each of which is then written to its part of the joined array.
+joins of their results (`concat`), whose parts the kernel then writes, and reductions of results over last axes.
 
 Left alone are integers and booleans of rank 0, which are kept on the host, and dtypes without C++ type.
 """
@@ -21,16 +21,18 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.compiler.program.kernels.chains import Chain, Member
+from asyncflow.compiler.program.kernels.chains import REDUCTIONS, Chain, Member
 from asyncflow.compiler.program.kernels.fused import FUSED
 from asyncflow.compiler.program.kernels.kernel_text import in_use
 from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.compiler.regions.fusable import Looks, is_elementwise, is_join, looks_of
+from asyncflow.compiler.regions.fusable import Looks, is_elementwise, is_join, is_reduction, looks_of
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values.shapes import Shape
+from asyncflow.ops.arrays.manipulation import CONCAT
+from asyncflow.ops.axes import normalize_axes
 
 _MOST_PARAMETERS = 20
 """Inputs and outputs of a kernel."""
@@ -106,6 +108,10 @@ def _size(shape: Shape) -> int:
     return math.prod(_UNKNOWN if extent is None else extent for extent in shape or ())
 
 
+def _n_reduced(node: Node) -> int:
+    return len(normalize_axes(node.attrs["axis"], len(node.inputs[0].shape or ())))
+
+
 def _again(values: Sequence[tuple[int, tuple[int, ...]]]) -> Counter[int]:
     """Return how often each value behind views is computed for an element of the results."""
     return Counter(number for number, steps in values if steps)
@@ -166,6 +172,9 @@ class _Line:
             if is_join(node):
                 self._join_results(number, numbers)
         self._take_in_all()
+        for number, node in enumerate(self.nodes):
+            if node.op in REDUCTIONS:
+                self._reduce_results(number, numbers)
         return self._replaced(numbers)
 
     def _find_order(self, numbers: dict[Node, int]) -> None:
@@ -249,16 +258,30 @@ class _Line:
         if all(_common_shape(tensor.shape, unit.shape) for tensor in self.nodes[number].inputs):
             self._join(unit, self.units[number], unit.shape)
 
+    def _reduce_results(self, number: int, numbers: dict[Node, int]) -> None:
+        """Add a reduction to the unit that computes its input, if one does."""
+        node = self.nodes[number]
+        place = numbers.get(node.inputs[0].node)
+        if place is None or place in self._looks or self.nodes[place].op is CONCAT:
+            return
+        unit = self.units[place]
+        if unit.shape is None or not is_reduction(node, unit.shape):
+            return
+        if _common_shape(node.inputs[0].shape, unit.shape) is not None:
+            self._join(unit, self.units[number], unit.shape)
+
     def _fits(self, members: Sequence[int], shape: Shape) -> bool:
         inputs, outputs = self._interface(members)
         count, computed = len(inputs) + len(outputs), len(members)
-        if not self._looks.keys().isdisjoint(members) or any(is_join(self.nodes[member]) for member in members):
+        if not self._looks.keys().isdisjoint(members) or any(map(self._ends, members)):
             chain = self._chain(members, inputs, outputs)
             if chain is None:
                 return False
             # A value that is read through several views is loaded, or computed, for each of them.
             reads, values = in_use(chain)
-            count, computed = len(reads) + len(chain.stores), len(values)
+            if len({_n_reduced(self.nodes[member]) for member in members if self.nodes[member].op in REDUCTIONS}) > 1:
+                return False
+            count, computed = len(reads) + len(chain.stores) + len(chain.reduced), len(values)
             if any(_size(shape) * times > _size(chain.specs[each].shape) for each, times in _again(values).items()):
                 return False
         nbytes = count * (16 + 16 * len(shape or ()))
@@ -293,13 +316,16 @@ class _Line:
         kernels = [self.nodes[member] for member in unit.members if member not in self._looks]
         return len(kernels) > 1 or kernels[0].op.is_composite
 
+    def _ends(self, number: int) -> bool:
+        """Return True if a node can be part of a chain only as its end."""
+        return self.nodes[number].op in (CONCAT, *REDUCTIONS)
+
     def _chain(self, numbers: Sequence[int], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Chain | None:
-        """Return the chain of a unit's nodes; None if a node uses results that another one has joined."""
+        """Return the chain of a unit's nodes; None if a node uses what another one has joined or reduced."""
         values = {tensor: number for number, tensor in enumerate(inputs)}
         members: list[Member] = []
         # Last, so that their number is that of an output alone, and kernels that cannot join leave them out.
-        joins = [number for number in numbers if is_join(self.nodes[number])]
-        for number in (*(number for number in numbers if number not in joins), *joins):
+        for number in (*(number for number in numbers if not self._ends(number)), *filter(self._ends, numbers)):
             node = self.nodes[number]
             if any(tensor not in values for tensor in node.inputs):
                 return None

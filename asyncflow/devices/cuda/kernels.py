@@ -8,18 +8,12 @@ and keeps the compiled kernels. Without `cuda.bindings` there is no `KernelLaunc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
-
-THREADS: Final = 128
-"""Number of threads of a block, as CuPy's kernels of elements have."""
-
-_MOST_BLOCKS: Final = 1 << 16
-"""Kernels of more elements go on from their last element in steps of all threads."""
 
 
 class KernelLaunchError(RuntimeError):
@@ -71,10 +65,7 @@ class KernelLaunches:
 
 
 class PackedKernel:
-    """One kernel, on the card that is the current one when it is launched for the first time.
-
-    Its loop goes over any number of elements, whatever the number of threads.
-    """
+    """One kernel, on the card that is the current one when it is launched for the first time."""
 
     __slots__ = ("_call", "_current", "_driver", "_function", "_loaded", "_raw", "name")
 
@@ -91,17 +82,16 @@ class PackedKernel:
         """A new record of these parameters."""
         return LaunchRecord(values)
 
-    def launch(self, size: int, record: LaunchRecord) -> None:
-        """Launch it for `size` elements on CuPy's current stream.
+    def launch(self, blocks: int, threads: int, record: LaunchRecord) -> None:
+        """Launch a grid of these extents on CuPy's current stream.
 
         Raises:
             KernelLaunchError: the driver does not take it.
         """
         if self._function is None:
             self._load()
-        blocks = min(-(-size // THREADS), _MOST_BLOCKS)
         stream = self._current().ptr
-        (error,) = self._call(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, record.address, 0)
+        (error,) = self._call(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, record.address, 0)
         if error:
             raise KernelLaunchError(f"{error.name}: cuLaunchKernel of {self.name}")
 

@@ -14,9 +14,15 @@ from asyncflow.graph.ir import Attrs
 from asyncflow.graph.op import Memory, Op
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.manipulation import CONCAT
+from asyncflow.ops.axes import normalize_axes
+from asyncflow.ops.reductions.statistical import MAX, MEAN, MIN, SUM
 
 Lengths: TypeAlias = tuple[int, ...]
 """A shape of which all is known."""
+
+
+REDUCTIONS = frozenset({SUM, MEAN, MAX, MIN})
+"""The reductions that a chain may end with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +52,16 @@ class Member:
     def joins(self) -> bool:
         """True if it puts its operands beside one another."""
         return self.op is CONCAT
+
+    @property
+    def reduces(self) -> bool:
+        """True if it makes one element of each row of its operand."""
+        return self.op in REDUCTIONS
+
+    @property
+    def ends(self) -> bool:
+        """True if no member can use its output: a kernel has no element of it before it has computed others."""
+        return self.joins or self.reduces
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +100,8 @@ class Chain:
     Attributes:
         inputs: specs of the inputs from outside.
         members: in an order in which they can run.
-        outputs: numbers of the values used outside, all of them members' outputs. Members that join their operands are
-            the last, and all among the outputs.
+        outputs: numbers of the values used outside, all of them members' outputs. Members that join or reduce their
+            operands are the last, and all among the outputs; the reductions are over equally many last axes.
     """
 
     inputs: tuple[Spec, ...]
@@ -115,9 +131,29 @@ class Chain:
         """The values to store, in the order of the outputs."""
         found: list[Stored] = []
         for index, output in enumerate(self.outputs):
-            pieces = self.member(output).operands if self.member(output).joins else (output,)
+            member = self.member(output)
+            pieces = () if member.reduces else member.operands if member.joins else (output,)
             found += [Stored(value, index, piece) for piece, value in enumerate(pieces)]
         return tuple(found)
+
+    @cached_property
+    def reduced(self) -> tuple[Stored, ...]:
+        """The values that are reduced, in the order of the outputs."""
+        members = [(index, self.member(output)) for index, output in enumerate(self.outputs)]
+        return tuple([Stored(member.operands[0], index) for index, member in members if member.reduces])
+
+    @cached_property
+    def n_reduced(self) -> int:
+        """Number of last axes that the reductions are over; 0 without any."""
+        if not self.reduced:
+            return 0
+        value, output = self.reduced[0].value, self.outputs[self.reduced[0].output]
+        return len(normalize_axes(self.member(output).attrs["axis"], len(self.specs[value].shape or ())))
+
+    @cached_property
+    def has_ends(self) -> bool:
+        """True if a member joins or reduces its operands."""
+        return any(member.ends for member in self.members)
 
     def joined(self, output: int) -> Member | None:
         """The member that joins its operands into this output; None if no member does."""

@@ -50,19 +50,20 @@ def _infer(*inputs: Spec, chain: Chain) -> Spec | tuple[Spec, ...]:
 
 def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, chain: Chain) -> float:
     computing = sum(not (member.is_view or member.joins) for member in chain.members)
-    return float(computing * elements(outputs[0]))
+    return float(computing * max(elements(shape) for shape in (*inputs, *outputs)))
 
 
 def _kernel(xp: Namespace, *, chain: Chain) -> Kernel:
     one_by_one = _one_by_one(xp, chain)
     launches = getattr(xp, "launches", None)
+    elementwise_kernel = getattr(xp, "ElementwiseKernel", None)
+    if launches is None and elementwise_kernel is None:
+        return one_by_one
+    if chain.has_ends:
+        apart = _with_ends_apart(xp, chain)
+        return apart if launches is None else PackedChain(chain, launches, apart)
     if launches is not None:
         return PackedChain(chain, launches, one_by_one)
-    elementwise_kernel = getattr(xp, "ElementwiseKernel", None)
-    if elementwise_kernel is None:
-        return one_by_one
-    if len(chain.stores) > len(chain.outputs):
-        return _joining(xp, chain)
     run = _compiled(elementwise_kernel, kernel_source(chain))
     if body_of(chain).reads != tuple(map(Read, range(len(chain.inputs)))):
         run = _with_views(run, xp, chain)
@@ -101,19 +102,16 @@ def _with_scalars(run: Kernel, one_by_one: Kernel, scalars: Sequence[int], *, ma
     return launch
 
 
-def _joining(xp: Namespace, chain: Chain) -> Kernel:
-    """A kernel that computes what the chain joins, and kernels that join it."""
-    values = tuple(dict.fromkeys(store.value for store in chain.stores))
-    members = tuple(member for member in chain.members if not member.joins)
-    computed = Chain(chain.inputs, members, values)
-    n_inputs = len(chain.inputs)
+def _with_ends_apart(xp: Namespace, chain: Chain) -> Kernel:
+    """A kernel of all but the members that join or reduce values, and then these members' own kernels."""
+    values = tuple(dict.fromkeys(each.value for each in (*chain.stores, *chain.reduced)))
+    computed = Chain(chain.inputs, tuple(member for member in chain.members if not member.ends), values)
+    n_inputs, n_values = len(chain.inputs), len(values)
     places = {value: n_inputs + place for place, value in enumerate(values)}
-    steps = [
-        LineStep(_kernel(xp, chain=computed), tuple(range(n_inputs)), len(values) if len(values) > 1 else None),
-    ]
-    for index, output in enumerate(chain.outputs):
-        if (member := chain.joined(index)) is not None:
-            places[output] = n_inputs + len(values) + len(steps) - 1
+    steps = [LineStep(_kernel(xp, chain=computed), tuple(range(n_inputs)), n_values if n_values > 1 else None)]
+    for output in chain.outputs:
+        if (member := chain.member(output)).ends:
+            places[output] = n_inputs + n_values + len(steps) - 1
             steps.append(LineStep(_own_kernel(xp, chain, member), tuple([places[each] for each in member.operands])))
     results = [places[output] for output in chain.outputs]
     return straight_line(n_inputs, steps, results if len(results) > 1 else results[0])

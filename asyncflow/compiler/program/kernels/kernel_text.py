@@ -6,7 +6,6 @@ launches it, and passes addresses, extents and strides.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.compiler.program.kernels.chains import Chain, Read
+from asyncflow.compiler.program.kernels.row_text import rows_text
 from asyncflow.errors import InternalError
 from asyncflow.ops.cuda.functions import helpers
 from asyncflow.ops.cuda.source import HALVES, c_type, expression
@@ -31,11 +31,13 @@ class ElementWork:
         reads: the values loaded, ``x0``, ``x1``, and so on.
         lines: declare and compute, in C++.
         stored: for each value to be stored, its dtype's name and its expression.
+        reduced: for each value to be reduced, its variable.
     """
 
     reads: tuple[Read, ...]
     lines: tuple[str, ...]
     stored: tuple[tuple[str, str], ...]
+    reduced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ def body_of(chain: Chain) -> ElementWork:
     for store in chain.stores:
         dtype, name = specs[store.value].dtype.name, names[_seen(chain, store.value, ())]
         stored.append((dtype, f"static_cast<{dtype}>({name})" if dtype in HALVES else name))
-    return ElementWork(reads, tuple(lines), tuple(stored))
+    reduced = tuple([names[_seen(chain, each.value, ())] for each in chain.reduced])
+    return ElementWork(reads, tuple(lines), tuple(stored), reduced)
 
 
 _Seen: TypeAlias = tuple[int, tuple[int, ...]]
@@ -92,7 +95,7 @@ def _seen(chain: Chain, number: int, steps: tuple[int, ...]) -> _Seen:
 def in_use(chain: Chain) -> tuple[tuple[Read, ...], list[_Seen]]:
     """Return the values to load and to compute, each after its operands."""
     found: set[_Seen] = set()
-    ahead = [_seen(chain, store.value, ()) for store in chain.stores]
+    ahead = [_seen(chain, store.value, ()) for store in (*chain.stores, *chain.reduced)]
     while ahead:
         seen = ahead.pop()
         if seen in found:
@@ -151,6 +154,7 @@ class Form(NamedTuple):
         rank: of the loop.
         reads: of each read.
         stores: of each value that is stored.
+        lanes: number of threads that share a row where rows are reduced, a power of 2; else 0.
         is_long: True if numbers of 32 bits are too few for the elements.
     """
 
@@ -158,6 +162,7 @@ class Form(NamedTuple):
     reads: tuple[Lie, ...]
     stores: tuple[Lie, ...]
     is_long: bool = False
+    lanes: int = 0
 
 
 STORAGE = {
@@ -182,8 +187,9 @@ STORAGE = {
 def packed_source(chain: Chain, form: Form) -> str:
     """Return the source of a kernel of our own.
 
-    Its parameters are, in this order: for each read an address or a number, and for each store an address. The number
-    of elements follows, the extents of the loop but the first, and the strides of strided operands, in elements.
+    Its parameters are, in this order: for each read an address or a number, and for each store and each reduction an
+    address. The number of elements follows, or of rows and of the elements in a row. Then come the extents of the loop
+    but the first, and the strides of strided operands, in elements.
     """
     body = body_of(chain)
     index = "long long" if form.is_long else "int"
@@ -201,18 +207,26 @@ def packed_source(chain: Chain, form: Form) -> str:
         parameters.append(f"{STORAGE[name]}* q{number}")
         stores.append(f"q{number}[{_place(lie, f'q{number}', form.rank)}] = {text};")
         strides += _strides(lie, f"q{number}", form.rank)
-    extents = [f"const {index} n{axis}" for axis in range(1, form.rank)]
-    parameters += [f"const {index} n", *extents, *(f"const {index} {name}" for name in strides)]
+    for number, reduced in enumerate(chain.reduced):
+        dtype = chain.member(chain.outputs[reduced.output]).spec.dtype
+        parameters.append(f"{STORAGE[dtype.name]}* z{number}")
+    sizes = ("rows", "length") if form.lanes else ("n",)
+    extents = [f"n{axis}" for axis in range(1, form.rank)]
+    parameters += [f"const {index} {name}" for name in (*sizes, *extents, *strides)]
     operation = "\n".join((*_positions(form, index), *loads, *body.lines, *stores))
+    if form.lanes:
+        operation = rows_text(chain, body.reduced, operation, index, form.lanes)
+    else:
+        start = f"({index})blockIdx.x * ({index})blockDim.x + ({index})threadIdx.x"
+        step = f"({index})gridDim.x * ({index})blockDim.x"
+        operation = f"for ({index} i = {start}; i < n; i += {step}) {{\n{operation}\n}}"
     return "\n".join(
         (
             *_headers(chain, of_stored=True),
             helpers(operation),
             f'extern "C" __global__ void {kernel_name(chain)}({", ".join(parameters)}) {{',
-            f"const {index} step = ({index})gridDim.x * ({index})blockDim.x;",
-            f"for ({index} i = ({index})blockIdx.x * ({index})blockDim.x + ({index})threadIdx.x; i < n; i += step) {{",
             operation,
-            "}\n}\n",
+            "}\n",
         )
     )
 
@@ -241,13 +255,16 @@ def _positions(form: Form, index: str) -> Iterator[str]:
     yield f"const {index} i0 = {left};"
 
 
-def parameters_of(form: Form, extents: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
+def parameters_of(
+    form: Form, extents: Sequence[int], strides: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> list[int]:
     """The numbers behind the operands of a kernel of this form: see `packed_source`.
 
     Args:
         form: of the kernel.
         extents: of the loop.
         strides: of each operand along each axis of the loop, in elements.
+        sizes: the number of elements, or of rows and of the elements in a row.
     """
     lies = (*form.reads, *form.stores)
     own = [
@@ -257,4 +274,4 @@ def parameters_of(form: Form, extents: Sequence[int], strides: Sequence[Sequence
         for step in steps
     ]
     mask = (1 << (64 if form.is_long else 32)) - 1
-    return [number & mask for number in (math.prod(extents), *extents[1:], *own)]
+    return [number & mask for number in (*sizes, *extents[1:], *own)]

@@ -6,12 +6,14 @@ the real ones, and whose elements are never touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.compiler.program.kernels.chains import Chain, Lengths, Member, Read
+from asyncflow.ops.axes import reduced
 from asyncflow.values import Array, Kernel
 
 Shapes: TypeAlias = tuple[Lengths, ...]
@@ -47,6 +49,9 @@ def shapes_of(chain: Chain, shapes: Shapes) -> Shapes | None:
             given = tuple([found[operand] for operand in member.operands])
             if member.is_view:
                 found.append(view_kernel(member)(without_values(given[0])).shape)
+            elif member.reduces:
+                axis, keepdims = member.attrs["axis"], member.attrs["keepdims"]
+                found.append(tuple(extent or 0 for extent in reduced(given[0], axis, keepdims) or ()))
             elif member.joins:
                 found.append(_beside_one_another(given, member.attrs["axis"]))
             else:
@@ -65,7 +70,7 @@ def _beside_one_another(shapes: Shapes, axis: int) -> Lengths:
 
 def loop_of(chain: Chain, shapes: Shapes) -> Lengths | None:
     """Return the common shape of the values to store; None if there are several, which one kernel cannot compute."""
-    first, *others = (shapes[store.value] for store in chain.stores)
+    first, *others = (shapes[store.value] for store in (*chain.stores, *chain.reduced))
     return first if all(other == first for other in others) else None
 
 
@@ -97,6 +102,12 @@ def stored_at(chain: Chain, shapes: Shapes) -> list[tuple[Lengths, int]]:
         before = sum(shapes[operand][axis] for operand in member.operands[: store.piece])
         found.append((strides, before * strides[axis]))
     return found
+
+
+def rows_of(chain: Chain, loop: Lengths) -> Lengths:
+    """Return the number of rows that a chain reduces, and their length."""
+    kept = len(loop) - chain.n_reduced
+    return math.prod(loop[:kept]), math.prod(loop[kept:])
 
 
 def collapsed(shape: Lengths, strides: Sequence[Lengths]) -> tuple[Lengths, list[Lengths]]:

@@ -29,11 +29,13 @@ from asyncflow.compiler.program.kernels.layouts import (
     collapsed,
     looked_at,
     loop_of,
+    rows_of,
     shapes_of,
     steps_of,
     stored_at,
     without_values,
 )
+from asyncflow.compiler.program.kernels.row_text import LONGEST_ROW, THREADS, block_of, lanes_of
 from asyncflow.devices.protocol import Placed
 from asyncflow.errors import InternalError
 
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.kernels import KernelLaunches, LaunchRecord, PackedKernel
     from asyncflow.graph.values.dtypes import DType
     from asyncflow.values import Array, Kernel, Value
+
+MOST_BLOCKS: Final = 1 << 16
+"""Kernels of more elements go on in steps of all threads."""
 
 MOST_LAYOUTS: Final = 256
 """Number of shapes and strides of the inputs of a chain that are remembered."""
@@ -81,7 +86,8 @@ class _Launch:
     Attributes:
         kernel: the kernel; None where there is nothing to compute.
         shapes: of the outputs.
-        size: number of elements that the loop goes over.
+        blocks: number of blocks of threads.
+        threads: number of threads of a block.
         reads: arrays to read.
         numbers: scalars.
         stores: arrays to write.
@@ -91,7 +97,8 @@ class _Launch:
 
     kernel: PackedKernel | None
     shapes: Shapes
-    size: int = 0
+    blocks: int = 0
+    threads: int = THREADS
     reads: Sequence[_Address] = ()
     numbers: Sequence[_Scalar] = ()
     stores: Sequence[_Address] = ()
@@ -122,7 +129,7 @@ class PackedChain:
         self._name = kernel_name(chain)
         self._one_by_one = one_by_one
         self._body = body_of(chain)
-        self._moves = chain.has_views or len(chain.stores) > len(chain.outputs)
+        self._moves = chain.has_views or chain.has_ends
         self._dtypes = [np.dtype(spec.dtype) for spec in chain.inputs]
         self._outputs = [np.dtype(chain.specs[output].dtype) for output in chain.outputs]
         self._layouts: dict[tuple[tuple[Lengths, Lengths] | None, ...], _Launch | None] = {}
@@ -145,6 +152,7 @@ class PackedChain:
     def _launch(self, layout: _Launch, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> None:
         kernel, dtypes = layout.kernel, self._dtypes
         assert kernel is not None
+        # Another thread may launch the same kernel meanwhile, with a record of its own.
         record = layout.records.pop() if layout.records else kernel.record(layout.values)
         values = record.values
         for slot, source, offset in layout.reads:
@@ -156,7 +164,7 @@ class PackedChain:
             values[slot] = outputs[source].data.ptr + offset
         for slot, source, bits in layout.numbers:
             values[slot] = bits(inputs[source])
-        kernel.launch(layout.size, record)
+        kernel.launch(layout.blocks, layout.threads, record)
         layout.records.append(record)
 
     def _other_dtype(self, source: int, dtype: DType) -> InternalError:
@@ -169,6 +177,7 @@ class PackedChain:
             if place is None and np.ndim(value):
                 raise InternalError(f"{self._name}: an array of the host is an operand")
         layout = self._layout(key) if any(key) else None  # of numbers alone nothing is on the device
+        # All at once: each is found again in some microseconds, and to note the order of use would cost every call.
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()
         self._layouts[key] = layout
@@ -177,13 +186,14 @@ class PackedChain:
     def _layout(self, key: Sequence[tuple[Lengths, Lengths] | None]) -> _Launch | None:
         """Return the launch; None if one kernel cannot do it."""
         chain = self._chain
+        # The common case, found without NumPy: it comes with each length of ragged batches and growing caches.
         if (loop := self._common_shape(key)) is not None:
             lies: list[Lie] = ["number" if key[read.source] is None else "flat" for read in self._body.reads]
             flat: list[Lie] = ["flat"] * len(self._outputs)
             size = math.prod(loop)
             form = Form(1, tuple(lies), tuple(flat), size >= _SHORT)
             offsets = [0] * (len(lies) + len(flat))
-            return self._launched(form, (loop,) * len(flat), (size,), (), offsets)
+            return self._launched(form, (loop,) * len(flat), (size,), (), offsets, (size,))
         shapes = shapes_of(chain, tuple(() if place is None else place[0] for place in key))
         loop = None if shapes is None else loop_of(chain, shapes)
         if shapes is None or loop is None:
@@ -192,21 +202,31 @@ class PackedChain:
         if size > _MOST_ELEMENTS:
             return None
         outputs = tuple([shapes[output] for output in chain.outputs])
+        # A loop over no elements would leave sums unwritten.
         if not size:
-            return _Launch(None, outputs)
+            return None if chain.reduced else _Launch(None, outputs)
         views = [self._view(read, key[read.source], shapes) for read in self._body.reads]
         steps = [
             None if view is None else _in_elements(np.broadcast_to(view, loop).strides, view.itemsize) for view in views
         ]
-        own, own_offsets = zip(*stored_at(chain, shapes), strict=True)
+        places = stored_at(chain, shapes)
+        own, own_offsets = [strides for strides, _ in places], [offset for _, offset in places]
         if any(step is None and view is not None for step, view in zip(steps, views, strict=True)):
             return None
+        # Fewer axes cost fewer divisions an element.
         extents, strides = collapsed(loop, [*(step or (0,) * len(loop) for step in steps), *own])
         form = _form(extents, strides, [view is None for view in views], size)
+        sizes: Lengths = (size,)
+        if chain.reduced:
+            sizes = rows_of(chain, loop)
+            # One block would work on the row while the others of the card are idle.
+            if sizes[1] > LONGEST_ROW:
+                return None
+            form = form._replace(lanes=lanes_of(sizes[1]))
         nbytes = [self._outputs[store.output].itemsize for store in chain.stores]
         offsets = [0 if view is None else _offset(view) for view in views]
         offsets += [offset * itemsize for offset, itemsize in zip(own_offsets, nbytes, strict=True)]
-        return self._launched(form, outputs, extents, strides, offsets)
+        return self._launched(form, outputs, extents, strides, offsets, sizes)
 
     def _common_shape(self, key: Sequence[tuple[Lengths, Lengths] | None]) -> Lengths | None:
         """Return the shape of all arrays, if each is the loop's and in C order, as in most calls; None if not."""
@@ -217,11 +237,18 @@ class PackedChain:
         for place, dtype in zip(key, self._dtypes, strict=True):
             if place is not None and place[1] != steps_of(shape, dtype.itemsize):
                 return None
+        # An output of numbers alone would have no axes.
         depend = all(any(key[source] is not None for source in sources) for sources in self._chain.sources)
         return shape if depend else None
 
     def _launched(
-        self, form: Form, outputs: Shapes, extents: Lengths, strides: Sequence[Lengths], offsets: Sequence[int]
+        self,
+        form: Form,
+        outputs: Shapes,
+        extents: Lengths,
+        strides: Sequence[Lengths],
+        offsets: Sequence[int],
+        sizes: Lengths,
     ) -> _Launch:
         """Return a launch of this form.
 
@@ -231,6 +258,7 @@ class PackedChain:
             extents: of the loop.
             strides: of each operand along each axis of the loop, in elements; empty if none has its own.
             offsets: of each operand, in bytes: where in its array the first element is.
+            sizes: the number of elements, or of rows and of the elements in a row.
         """
         chain, reads, numbers, n_reads = self._chain, [], [], len(form.reads)
         for slot, (read, lie) in enumerate(zip(self._body.reads, form.reads, strict=True)):
@@ -239,9 +267,15 @@ class PackedChain:
             else:
                 reads.append(_Address(slot, read.source, offsets[slot]))
         stores = [_Address(slot, store.output, offsets[slot]) for slot, store in enumerate(chain.stores, start=n_reads)]
-        values = [*([0] * len(offsets)), *parameters_of(form, extents, strides)]
+        # Rows are contiguous in the results of reductions, whatever the shapes.
+        stores += [
+            _Address(slot, reduced.output, 0) for slot, reduced in enumerate(chain.reduced, start=n_reads + len(stores))
+        ]
+        values = [*([0] * (n_reads + len(stores))), *parameters_of(form, extents, strides, sizes)]
+        threads = block_of(form.lanes)
+        blocks = -(-sizes[0] * max(form.lanes, 1) // threads)
         kernel = self._launches.kernel(packed_source(chain, form), self._name, OPTIONS)
-        return _Launch(kernel, outputs, math.prod(extents), reads, numbers, stores, values)
+        return _Launch(kernel, outputs, min(blocks, MOST_BLOCKS), threads, reads, numbers, stores, values)
 
     def _view(self, read: Read, place: tuple[Lengths, Lengths] | None, shapes: Shapes) -> Array | None:
         """The view of an input that is read, as an array without values; None for a number."""
