@@ -89,6 +89,15 @@ def test_a_transposed_chain_is_read_in_another_order(graph: Graph) -> None:
     assert members(node) == ["multiply", "subtract", "matrix_transpose", "multiply", "add"]
 
 
+@pytest.mark.parametrize("key", [(0, 1), (1, -1), (..., 1, 0), (1, slice(0, 1))])
+def test_an_element_is_read_where_it_stands(graph: Graph, key: Any) -> None:
+    """NumPy copies an element that integers choose, and its place would be lost."""
+    x, y = af.placeholder("float32", (4,)), af.placeholder("float32", (2, 3))
+    z = af.square(x) + y[key] - y[1, 1] * x[3]
+    (node,) = fused_nodes(fuse_and_compare(graph, [z], {x: numbers(4), y: numbers(2, 3)}, CompiledNumpy()))
+    assert "getitem" in members(node)
+
+
 def test_keys_that_only_the_run_knows_stay_alone(graph: Graph) -> None:
     x, t = af.placeholder("float32", (5, 3)), af.placeholder("int64", ())
     assert chains(graph, [x[t] * 2.0 - 1.0]) == [["multiply", "subtract"]]

@@ -38,7 +38,15 @@ def steps_of(shape: Lengths, itemsize: int) -> Lengths:
 def view_kernel(member: Member) -> Kernel:
     """The function by which NumPy looks at an array as this member does."""
     assert member.op.kernel is not None
-    return member.op.kernel(np, **member.attrs)
+    kernel = member.op.kernel(np, **member.attrs)
+
+    def look(array: Array) -> Array:
+        found = kernel(array)
+        # Where integers choose one element, NumPy copies it: its place is that of the only row behind them.
+        view: Array = found if isinstance(found, np.ndarray) else kernel(array[..., np.newaxis]).reshape(())
+        return view
+
+    return look
 
 
 def shapes_of(chain: Chain, shapes: Shapes) -> Shapes | None:
