@@ -37,7 +37,7 @@ CAPS: Final = {
     "asyncflow/lift/": 2_180,
     "asyncflow/control/": 2_005,
     "asyncflow/vertex/": 1_815,
-    "asyncflow/streams/": 1_545,
+    "asyncflow/streams/": 1_780,
     "asyncflow/cli/": 1_260,
     "asyncflow/profiler/": 1_140,
     "asyncflow/checkpoint/": 1_135,
@@ -50,11 +50,11 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 63_280
+TOTAL: Final = 63_515
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 1_185,
-    "steps that a card captures": 935,
+    "steps that a card captures": 700,
     "native code": 2_500,
     "the profiler": 2_200,
     "several hosts": 900,

@@ -25,11 +25,13 @@ class Mailbox(Generic[Item]):
         loop: where items are delivered.
         deliver: called with each item, on the loop.
         discard: called instead once the loop is closed.
+        expected: number of items that the loop makes way for, in case it is busy all the while.
     """
 
     loop: asyncio.AbstractEventLoop
     deliver: Callable[[Item], object]
     discard: Callable[[Item], object]
+    expected: int = 0
     _items: deque[Item] = field(default_factory=deque)
     _waking: bool = False
     _handover: Handover = field(init=False)
@@ -39,11 +41,14 @@ class Mailbox(Generic[Item]):
 
     def expect(self) -> None:
         """Expect one more item; on the loop's thread."""
+        self.expected += 1
         self._handover.expect(self.loop)
 
     def forget(self) -> None:
-        """Expect one item less; on the loop's thread."""
-        self._handover.arrived()
+        """Expect one item less, if any; on the loop's thread."""
+        if self.expected:
+            self.expected -= 1
+            self._handover.arrived()
 
     def post(self, *items: Item) -> None:
         """Have the items delivered on the loop, in order; from the stream's thread.
@@ -66,7 +71,7 @@ class Mailbox(Generic[Item]):
             # Only what is here now: a fast stream must not hold the loop for ever. The rest has its own wake-up.
             for _ in range(len(items)):
                 item = items.popleft()
-                self._handover.arrived()
+                self.forget()
                 self.deliver(item)
         finally:
             if items:

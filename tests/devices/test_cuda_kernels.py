@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda.graphs import bindings
 from asyncflow.devices.cuda.kernels import KernelLaunchError, KernelLaunches, LaunchRecord
 from asyncflow.graph.graph import Graph
+from asyncflow.streams.cuda import bindings
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import last_of, stand_in
 

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices.captures import MOST_KEYS
-from asyncflow.devices.cuda.graphs.bindings import cuda_bindings, stand_ins
 from asyncflow.devices.cuda.graphs.conditional import (
     ENDED,
     GIVEN_UP,
@@ -30,6 +29,7 @@ from asyncflow.devices.cuda.graphs.conditional import (
 )
 from asyncflow.devices.cuda.graphs.loop import DeviceLoop, Iterated
 from asyncflow.devices.machine import hardware
+from asyncflow.streams.cuda.bindings import cuda_bindings, stand_ins
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import (

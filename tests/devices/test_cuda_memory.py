@@ -58,7 +58,8 @@ class Logical:
 
 
 def stalls(cupy: FakeCupy) -> list[str]:
-    return [name for _, name in cupy.calls]
+    """The blocking calls, but for the memory of the flags, which a card's first stream pins."""
+    return [name for _, name in cupy.calls if name != "hostAlloc"]
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -134,10 +135,12 @@ class Bindings:
 
     Attributes:
         has_else: IF nodes may have a second body; not so before CUDA 12.8.
+        can_write: streams can write numbers into memory; not so on some drivers.
     """
 
     def __init__(self, fake: FakeCupy) -> None:
         self.has_else = True
+        self.can_write = True
         self._fake = fake
         self._engine = fake.engine
         self.driver = SimpleNamespace(
@@ -149,6 +152,7 @@ class Bindings:
             cuGraphAddNode=self.add_node,
             CUfunction=CUfunction,
             cuLaunchKernel=self.launch_kernel,
+            cuStreamWriteValue32=self.write_value,
         )
         self.runtime = SimpleNamespace(
             cudaStreamCaptureMode=cudaStreamCaptureMode,
@@ -217,6 +221,28 @@ class Bindings:
         graph.thing.steps.append(step)
         asked.phGraph_out = [CUgraph(body.ptr, body) for body in step.bodies]
         return CUresult.CUDA_SUCCESS, CUgraphNode(self._engine.new_ptr(), step)
+
+    def write_value(self, stream: int, address: int, value: int, flags: int) -> tuple[int]:
+        """Write a number of 32 bits into pinned memory, after the stream's earlier work."""
+        queue = self._queue(stream)
+        memory = self._fake.memory_map
+        if queue.capture is not None:
+            raise queue.capture.break_with(900)  # each launch of the graph would write the number of one ticket
+        if not self.can_write:
+            return (CUresult.CUDA_ERROR_NOT_SUPPORTED,)
+        if flags or address % 4 or not memory.is_pinned(address, 4):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        try:
+            self._engine.enter("cuStreamWriteValue32", queue.device)
+        except CUDARuntimeError as error:
+            return (error.status,)
+        word = ctypes.c_uint32.from_address(address)
+
+        def write() -> None:
+            word.value = value
+
+        self._engine.give(queue, "cuStreamWriteValue32", write, internal=True)
+        return (CUresult.CUDA_SUCCESS,)
 
     def capture_info(self, stream: int) -> tuple[Any, ...]:
         """``(error, status, id, graph, dependencies, edges, count)``."""

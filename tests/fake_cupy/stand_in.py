@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda import backend
-from asyncflow.devices.cuda.graphs import bindings, products
+from asyncflow.devices.cuda.graphs import products
 from asyncflow.devices.cuda.transfers.pinned import close_shared_slab, shared_slab
+from asyncflow.streams.cuda import bindings
 from tests.fake_cupy.module import FakeCupy
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.graphs.bindings import Bindings, cuda_bindings
+from asyncflow.streams.cuda.bindings import Bindings, cuda_bindings
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.elementwise import _loaded

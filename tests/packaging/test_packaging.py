@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.devices.cuda import backend as cuda_backend
-from asyncflow.devices.cuda.graphs import bindings as cuda_bindings
 from asyncflow.foreign_names import DISTRIBUTION
+from asyncflow.streams.cuda import bindings as cuda_bindings
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncflow"

@@ -48,6 +48,11 @@ def launch(cupy: FakeCupy, work: Callable[[], None] = lambda: None) -> None:
     cupy.engine.give(cupy.engine.queue(stream.ptr, cupy.cuda.runtime.getDevice()), "kernel", work)
 
 
+def stalls(cupy: FakeCupy) -> list[str]:
+    """The blocking calls of this thread, but for the memory of the flags, which a card's first stream pins."""
+    return [name for name in cupy.blocking() if name != "hostAlloc"]
+
+
 def ticket(stream: CudaStream, *holds: object) -> asyncio.Future[None]:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -237,7 +242,7 @@ async def test_an_event_is_done_when_the_work_before_it_is(cupy: FakeCupy) -> No
         await asyncio.gather(*waiters)
         assert event.done() and cupy.pending(stream.raw) == 1
         await event.wait()
-        assert cupy.blocking() == []
+        assert stalls(cupy) == []
 
 
 async def test_work_waits_for_another_streams_event_and_the_host_does_not(cupy: FakeCupy) -> None:
@@ -436,7 +441,7 @@ async def test_closing_waits_for_work_in_flight_and_delivers_all(cupy: FakeCupy)
     assert all(future.done() for future in futures) and done == [1] and watch() is None and stream.pending == 0
     assert "asyncflow:cuda:0/close" not in {thread.name for thread in threading.enumerate()}
     assert await stream.aclose(0.0)
-    assert cupy.blocking() == []
+    assert stalls(cupy) == []
     async with opened(cupy, "a") as a, opened(cupy, "b") as b:
         assert a.raw is not b.raw  # it was given back once
 
@@ -677,4 +682,4 @@ async def test_stress(cupy: FakeCupy, seed: int) -> None:
     assert all(await asyncio.gather(*(stream.aclose(PATIENCE_S) for stream in streams)))
     assert executed == given and sum(given) == 2000
     assert not [watch for watch in watches if watch() is not None]
-    assert cupy.blocking() == [] and current(cupy) == (0, cupy.cuda.Stream.null, None)
+    assert stalls(cupy) == [] and current(cupy) == (0, cupy.cuda.Stream.null, None)

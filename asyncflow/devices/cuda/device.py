@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.cuda.graphs.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.graphs.loop_launch import WhileLauncher
 from asyncflow.devices.cuda.graphs.products import Products, cublas
 from asyncflow.devices.cuda.kernels import KernelLaunches
@@ -50,6 +49,7 @@ from asyncflow.errors import PlacementError
 from asyncflow.foreign_names import install
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
+from asyncflow.streams.cuda.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.streams.cuda.stream import CudaStream, active, capturing
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import ThreadHold, holding, refuse_to_queue

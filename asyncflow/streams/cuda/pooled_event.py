@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
 
+from asyncflow.streams.cuda.flags import Flag, Flags
+
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
 
@@ -25,9 +27,11 @@ class EventPool:
     caller until the first was done. Many other events may be recorded.
     """
 
-    __slots__ = ("_cuda", "_made", "free", "runtime")
+    __slots__ = ("_cuda", "_made", "flags", "free", "runtime")
 
-    def __init__(self, cupy: Cupy) -> None:
+    def __init__(self, cupy: Cupy, flags: Flags | None = None) -> None:
+        """Begin without events; `flags` belong to the device's streams, if these can write any."""
+        self.flags = flags
         self._cuda = cupy.cuda
         self.free: tuple[list[Raw], list[Raw]] = ([], [])  # by whether threads sleep on them
         # Without this, the garbage collector, which finalizes all of a dead cycle, would destroy an event of one and
@@ -69,12 +73,16 @@ class PooledEvent:
         raw: the ``cupy.cuda.Event``.
         sleeps: whether a thread can sleep on it; else it looks now and then.
         seen_done: someone has found the work before this point done.
+        flag: of the stream, if that has written `number` into it before this point; else None.
+        number: see `flag`.
     """
 
     pool: EventPool
     raw: Raw
     sleeps: bool
     seen_done: bool = False
+    flag: Flag | None = None
+    number: int = 0
 
     def __del__(self) -> None:
         self.pool.free[self.sleeps].append(self.raw)
@@ -85,12 +93,18 @@ class PooledEvent:
         Raises:
             CUDARuntimeError: the device failed. (``cupy.cuda.Event.done`` would say "not yet" for ever.)
         """
-        if not self.seen_done:
+        if not self.has_passed():
             runtime = self.pool.runtime
             status = runtime.eventQuery(self.raw.ptr)
             if status not in (DONE, NOT_READY):
                 raise runtime.CUDARuntimeError(status)
             self.seen_done = status == DONE
+        return self.seen_done
+
+    def has_passed(self) -> bool:
+        """Return True if the work is known to be done, without a call of CUDA; a lost device does not show here."""
+        if not self.seen_done and self.flag is not None:
+            self.seen_done = self.flag.has_reached(self.number)
         return self.seen_done
 
     def block(self) -> None:

@@ -1,11 +1,15 @@
 """Completion of a GPU's work, reported to the host without blocking the event loop and without code on driver threads.
 
 A *ticket* is an event recorded on one CUDA stream, what to call when it completes, and what to keep alive until then.
-Each stream has a `Reaper`: a thread that sleeps on the oldest ticket's event (`cudaEventSynchronize` of a blocking
-event, which releases the GIL). The thread then takes every further ticket whose event is done, and wakes the loop once
-for all::
+Each stream has a `Reaper`. Where the stream writes completion flags (`flags.py`), a busy loop looks at them, and an
+idle one does for a moment (`lookout.py`). In all other cases a thread waits. It sleeps on the oldest ticket's event
+(`cudaEventSynchronize` of a blocking event, which releases the GIL). The thread then takes every further ticket whose
+event is done, and wakes the loop once for all::
 
-    loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
+    loop's thread   give ──▶ look at the flag ──────────────────────────────────────────────────────▶ deliver
+                         └─▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
+
+A ticket may go both ways: the loop also looks while the thread is waking up. The first to come delivers it.
 
 A stream does its work in order, so the oldest ticket never holds up another that could be delivered. Python code never
 runs on a driver thread. A host function would stall its stream until it has the GIL. It may deadlock with a thread that
@@ -26,12 +30,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import InitVar, dataclass, field
+from itertools import groupby, islice
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
+from asyncflow.streams.cuda.flags import Flag
+from asyncflow.streams.cuda.lookout import lookout_of
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
 from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
@@ -60,6 +66,8 @@ class Ticket:
         event: the point; None until the ticket is given, and where a lost stream could record none.
         error: what the stream failed with, if the work before the point did not end well.
         counts: True if a thread can sleep on the event; few events allow that.
+        mailbox: of the loop that it is delivered on.
+        is_over: it was delivered.
     """
 
     deliver: Notice | None
@@ -68,6 +76,7 @@ class Ticket:
     error: BaseException | None = None
     counts: bool = False
     mailbox: Mailbox[Ticket] | None = None
+    is_over: bool = False
 
     def finish(self) -> None:
         """Drop the held references, then call `deliver`; on the event loop."""
@@ -78,6 +87,7 @@ class Ticket:
 
     def drop(self) -> None:
         """Drop all references: a thread may still refer to the ticket."""
+        self.is_over = True
         self.deliver = None
         self.holds = ()
         self.event = None
@@ -101,18 +111,20 @@ class Reaper(Lifecycle):
         on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
         lost: what the device failed with, if it did.
         in_flight: tickets not delivered yet, the oldest first.
+        queued: number of these that the thread has, the oldest ones.
     """
 
-    cupy: Cupy
+    cupy: InitVar[Cupy]
     physical: int
     raw: Raw
     events: EventPool
     on_lost: Callable[[BaseException], object]
     lost: BaseException | None = None
     _device: Raw = None
-    _told: bool = False
     _asleep: int = 0
     in_flight: deque[Ticket] = field(default_factory=deque)
+    queued: int = 0
+    _flag: Flag | None = None
     _held: list[object] = field(default_factory=list)
     _launched: int = 0
     _mailbox: Mailbox[Ticket] | None = None
@@ -121,9 +133,12 @@ class Reaper(Lifecycle):
     _thread: threading.Thread | None = None
     after_fork = "CUDA does not survive a fork; start processes that use GPUs by 'spawn'"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cupy: Cupy) -> None:
         Lifecycle.__post_init__(self)
-        self._device = self.cupy.cuda.Device(self.physical)
+        self._device = cupy.cuda.Device(self.physical)
+        if self.events.flags is not None:
+            with self._device:
+                self._flag = self.events.flags.of(self.raw.ptr)
 
     # -- on the loop's thread ------------------------------------------------------------------------------------
 
@@ -198,6 +213,8 @@ class Reaper(Lifecycle):
         try:
             with self._device:
                 event = self.events.take(sleeps=for_ticket and self._asleep < MOST_ASLEEP)
+                if for_ticket and self._flag is not None:  # before the event: who waits for that finds it written
+                    event.flag, event.number = self._flag, self._flag.mark()
                 self.events.runtime.eventRecord(event.raw.ptr, self.raw.ptr)
         except Exception as exc:
             self.lose(exc)
@@ -228,6 +245,7 @@ class Reaper(Lifecycle):
         if self.stopped:
             return
         self.flush()  # a stopped reaper takes no ticket, and these objects need one
+        self.rest()
         self.stopped = True
         if self._thread is None:
             if self._is_idle():
@@ -244,10 +262,45 @@ class Reaper(Lifecycle):
         if self._thread is not None:
             self._thread.join()
 
+    def look(self) -> bool:
+        """Deliver the oldest tickets whose work is done; return False if some are left."""
+        tickets = self.in_flight
+        for _ in range(min(len(tickets), MAX_BATCH)):
+            ticket = tickets[0]
+            # Those of a loop that is closed are for the thread to discard.
+            if ticket.mailbox is not self._mailbox or not self._has_passed(ticket):
+                break
+            self._deliver(ticket)
+        return not tickets
+
+    def rest(self) -> None:
+        """Have the thread wait for the tickets that it does not have yet."""
+        for ticket in islice(self.in_flight, self.queued, None):
+            self._queue.put(ticket)
+        self.queued = len(self.in_flight)
+
+    def probe(self) -> None:
+        """Ask CUDA for the oldest ticket: a device that is lost writes no flag."""
+        if self.in_flight and (event := self.in_flight[0].event) is not None:
+            self._is_done(event)
+
+    def _has_passed(self, ticket: Ticket) -> bool:
+        """Return True if the ticket's work is done, or will never be; note the error then."""
+        event = ticket.event
+        if event is not None and event.has_passed():
+            return True
+        if self.lost is None and event is not None and event.flag is None:
+            self._is_done(event)  # it was recorded for others, and is asked for one by one
+            if event.seen_done:
+                return True
+        ticket.error = self.lost
+        return self.lost is not None
+
     def _deliver(self, ticket: Ticket) -> None:
-        """Finish the oldest ticket."""
-        self.in_flight.popleft()
-        self._asleep -= ticket.counts
+        """Finish the oldest ticket, unless the other way to the loop was faster."""
+        if ticket.is_over:
+            return
+        self._take(ticket)
         # The device is reported as lost before any waiter sees the error, so that a retry finds it lost.
         try:
             if ticket.error is not None:
@@ -257,9 +310,16 @@ class Reaper(Lifecycle):
 
     def _discard(self, ticket: Ticket) -> None:
         """Forget the oldest ticket, of a loop that is closed; also on the reaper's thread."""
-        self.in_flight.popleft()
+        if not ticket.is_over:
+            self._take(ticket)
+            ticket.drop()
+
+    def _take(self, ticket: Ticket) -> None:
+        """Count the oldest ticket off."""
+        oldest = self.in_flight.popleft()
+        assert oldest is ticket
+        self.queued = max(0, self.queued - 1)
         self._asleep -= ticket.counts
-        ticket.drop()
 
     def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
         if self._thread is None:
@@ -273,9 +333,13 @@ class Reaper(Lifecycle):
         ticket.counts = ticket.event is not None and ticket.event.sleeps
         self._asleep += ticket.counts
         ticket.mailbox = mailbox
-        mailbox.expect()
         self.in_flight.append(ticket)
-        self._queue.put(ticket)
+        lookout = None if self._flag is None else lookout_of(mailbox.loop)
+        if lookout is None:
+            mailbox.expect()
+            self.rest()
+        else:
+            lookout.watch(self, mailbox.loop)
 
     def _marked(self) -> PooledEvent | None:
         """A new event after all work so far; None if the device is lost."""
@@ -301,6 +365,7 @@ class Reaper(Lifecycle):
                 return mailbox
             if mailbox.loop.is_closed():
                 self.flush()
+                self.rest()
                 mailbox.settle()
             elif self.pending:
                 raise RuntimeError(
@@ -316,9 +381,9 @@ class Reaper(Lifecycle):
         self._thread = thread
 
     def _tell(self) -> None:
-        if self.lost is not None and not self._told:
-            self._told = True
-            self.on_lost(self.lost)
+        if self.lost is not None:
+            tell, self.on_lost = self.on_lost, _is_told
+            tell(self.lost)
 
     # -- on the reaper's thread ----------------------------------------------------------------------------------
 
@@ -340,8 +405,9 @@ class Reaper(Lifecycle):
 
     def _reap(self, ticket: Ticket) -> Ticket | None:
         """Sleep until `ticket` is done, post it with all further tickets that are done, and return the next ticket."""
-        if ticket.event is not None:
-            self._block(ticket.event)
+        event = ticket.event  # the loop may drop it meanwhile
+        if event is not None:
+            self._block(event)
         batch = [self._ended(ticket)]
         while True:
             try:
@@ -383,7 +449,12 @@ class Reaper(Lifecycle):
             self.lost = error.with_traceback(None)
 
 
+def _is_told(_: BaseException) -> None:
+    """Do nothing: the device was reported as lost."""
+
+
 def _post(batch: list[Ticket]) -> None:
     """Post the tickets with one wake-up a loop; a second loop occurs only after the first was closed."""
-    for mailbox, tickets in groupby(batch, attrgetter("mailbox")):
+    open_ones = [ticket for ticket in batch if not ticket.is_over]
+    for mailbox, tickets in groupby(open_ones, attrgetter("mailbox")):
         mailbox.post(*tickets)

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.errors import InternalError
+from asyncflow.streams.cuda.flags import Flags
 from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
 from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
 from asyncflow.streams.failures import KeptFailures, without_this_frame
@@ -420,7 +421,7 @@ _cards: dict[tuple[Cupy, int], _PhysicalCard] = {}
 def _card(cupy: Cupy, physical: int) -> _PhysicalCard:
     card = _cards.get((cupy, physical))
     if card is None:
-        card = _cards[cupy, physical] = _PhysicalCard(cupy, physical, EventPool(cupy))
+        card = _cards[cupy, physical] = _PhysicalCard(cupy, physical, EventPool(cupy, Flags(cupy)))
     return card
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from asyncflow.devices.captures import NotCapturableError
 
 if TYPE_CHECKING:
-    from asyncflow.devices.cuda.graphs.bindings import Bindings
+    from asyncflow.streams.cuda.bindings import Bindings
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
     from asyncflow.values import Value
 

@@ -25,9 +25,9 @@ from asyncflow.devices.cuda.graphs.graph import PrivateMemory, array_key, captur
 from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
 if TYPE_CHECKING:
-    from asyncflow.devices.cuda.graphs.bindings import Bindings
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.protocol import Placed
+    from asyncflow.streams.cuda.bindings import Bindings
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.streams.cuda.stream import CudaStream
     from asyncflow.values import Kernel, Value

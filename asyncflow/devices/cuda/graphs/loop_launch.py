@@ -23,7 +23,7 @@ from asyncflow.devices.protocol import CoroutineKernel, KernelInfo, Placed, Span
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.cuda.graphs.bindings import Bindings
+    from asyncflow.streams.cuda.bindings import Bindings
     from asyncflow.values import Value
 
 

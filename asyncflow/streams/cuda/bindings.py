@@ -1,4 +1,7 @@
-"""NVIDIA's `cuda.bindings`, if installed: they make the conditional nodes of CUDA graphs, which CuPy does not."""
+"""NVIDIA's `cuda.bindings`, if installed: they have calls of the driver that CuPy lacks.
+
+They make the conditional nodes of CUDA graphs, and let a stream write a number when its work is done.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import functools
 import importlib
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from asyncflow.streams.cuda.cupy_types import Raw
+    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
 
 
 _log = logging.getLogger("asyncflow.devices")
@@ -30,12 +34,17 @@ def cuda_bindings() -> Bindings | None:
     return stand_ins[-1] if stand_ins else _imported()
 
 
+def bindings_beside(cupy: Cupy) -> Bindings | None:
+    """The bindings that work on the same cards as `cupy`: a stand-in for the module brings its own."""
+    return cuda_bindings() if isinstance(cupy, ModuleType) else cupy.bindings
+
+
 @functools.cache
 def _imported() -> Bindings | None:
     try:
         if importlib.util.find_spec("cuda.bindings") is None:
             return None
-        bindings: Any = importlib.import_module("cuda.bindings")
+        bindings: Raw = importlib.import_module("cuda.bindings")
         importlib.import_module("cuda.bindings.driver")
         importlib.import_module("cuda.bindings.runtime")
         major = int(bindings.__version__.partition(".")[0])
