@@ -27,13 +27,13 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 11_665,
+    "asyncflow/compiler/": 11_680,
     "asyncflow/runtime/": 10_915,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 7_910,
+    "asyncflow/devices/": 8_100,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
-    "asyncflow/state/": 2_540,
+    "asyncflow/state/": 2_585,
     "asyncflow/lift/": 2_180,
     "asyncflow/control/": 2_005,
     "asyncflow/vertex/": 1_815,
@@ -50,11 +50,11 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 63_515
+TOTAL: Final = 63_790
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 1_185,
-    "steps that a card captures": 700,
+    "steps that a card captures": 425,
     "native code": 2_500,
     "the profiler": 2_200,
     "several hosts": 900,

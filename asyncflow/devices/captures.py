@@ -3,6 +3,7 @@
 A region that ran a few times on inputs of one kind is captured, and launched from then on. A graph is valid for the
 shapes and dtypes of its arrays, and for the very values on the host: the code may have branched on them, and kernels
 have them as arguments. A region with ever new host values is left alone, and so is a region that cannot be captured.
+Variables are read and written at fixed addresses. A graph is bound to these, too: its *place*.
 
 Real and simulated cards share these rules. How a graph is made and launched is a card's own matter.
 """
@@ -19,6 +20,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.values import ArraySpec
 from asyncflow.errors import counted
 from asyncflow.values import Kernel, Value
 
@@ -29,6 +31,9 @@ WARM_UPS = 2
 
 MOST_KEYS = 8
 """Number of keys that a region or loop is captured for; if none of them came twice, it is left alone."""
+
+MOST_PLACES = 4
+"""Number of graphs for one key: variables change their places while a reader holds an older value."""
 
 SLICE_LAUNCHES = 64
 """Number of kernels captured between two turns of the event loop: to capture one takes 10 to 20 µs."""
@@ -53,11 +58,47 @@ class NotCapturableError(Exception):
 class GraphVariable(Protocol):
     """A variable that a graph reads or writes; see `asyncflow.state.variables.captured`.
 
+    A *handle* is that of an array in the memory of the graph's device, as the device's holder knows it.
+
     Attributes:
         value: what the code finds while it is captured, and leaves.
+        is_written: True if the code may write it.
     """
 
     value: Value
+    is_written: bool
+
+    @property
+    def name(self) -> str:
+        """The variable's name."""
+
+    @property
+    def key(self) -> object:
+        """The variable's state, by which other graphs know it."""
+
+    @property
+    def kind(self) -> ArraySpec | None:
+        """The dtype and shape of the present value; None without a value."""
+
+    @property
+    def handle(self) -> object | None:
+        """The handle of the present value, or of its copy; None if the device has neither."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True if nothing but the state refers to the present value, apart from the value's handle."""
+
+    def present(self) -> list[object]:
+        """The present value as the state keeps it, in a list: no other reference to it is made."""
+
+    def move(self, handle: object) -> None:
+        """Take note that `handle` has a copy of the present value. A value of the same device is then let go."""
+
+    def replace(self, handle: object, present: list[object]) -> bool:
+        """Make a value with `handle` the present one: a copy of it so far, to which a graph is about to write.
+
+        Returns False if the graph must not be launched: `present` is not the present value any more, or in use.
+        """
 
     @property
     def lock(self) -> Lock:
@@ -72,7 +113,7 @@ class GraphVariable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraphCode:
-    """The code of a region as a graph holds it: nothing in it moves or waits, and variables are inputs and results.
+    """The code of a region as a graph holds it: nothing in it moves or waits, and variables are arrays of the device.
 
     Attributes:
         function: takes the region's inputs, and gives the tuple of its outputs, or a generator that does.
@@ -107,6 +148,7 @@ class GraphCode:
     def alone(self) -> Iterator[list[Value | None]]:
         """Keep other threads from writing the variables, and give the values that these have."""
         with ExitStack() as stack:
+            # In one order for all regions, which the compiler has made: two launches never wait for each other.
             for variable in self.variables:
                 stack.enter_context(variable.lock)
             yield [variable.given() for variable in self.variables]
@@ -125,17 +167,19 @@ def host_key(value: Value) -> Hashable:
 
 
 class GraphCache(Generic[Graph]):
-    """The graphs of a region or loop by their keys.
+    """The graphs of a region or loop by their keys, and for each key by their places.
 
-    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
+    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graphs: one, unless variables have
+    changed their places.
     """
 
-    __slots__ = ("_capturing", "_found", "_has_other_inputs", "_label", "_refusal", "_warm_ups")
+    __slots__ = ("_capturing", "_complete", "_found", "_has_other_inputs", "_label", "_refusal", "_warm_ups")
 
     def __init__(self, label: str, warm_ups: int | None = None) -> None:
         self._label = label
         self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
-        self._found: dict[Hashable, int | Graph] = {}
+        self._found: dict[Hashable, int | dict[Hashable, Graph]] = {}
+        self._complete: set[Hashable] = set()  # keys whose next graph has found no room
         self._refusal = ""
         self._has_other_inputs = self._capturing = False
 
@@ -143,7 +187,8 @@ class GraphCache(Generic[Graph]):
         """Say how many graphs there are by now, or why there will be none."""
         if self._refusal:
             return f"none is made: {self._refusal}"
-        made = sum(not isinstance(found, int) for found in self._found.values())
+        # A key that has been seen, and has no graph yet, is a number.
+        made = sum(0 if isinstance(found, int) else len(found) for found in self._found.values())
         kinds = f"{made} made, for {counted(len(self._found), 'kind')} of inputs"
         return f"{kinds}, and calls with inputs that have none" if self._has_other_inputs else kinds
 
@@ -164,18 +209,28 @@ class GraphCache(Generic[Graph]):
                 keep(graph)
         return graph
 
-    def find(self, key: Hashable) -> Graph | None:
-        """The graph for `key`; None if there is none now."""
+    def has_graph(self, key: Hashable) -> bool:
+        """Return True if there is a graph for `key`, whatever its place."""
+        return not isinstance(self._found.get(key, 0), int)
+
+    def find(self, key: Hashable, place: Hashable = ()) -> Graph | None:
+        """The graph for `key` and `place`; None if there is none now."""
         found = self._found.get(key, 0)
-        return None if isinstance(found, int) else found
+        return None if isinstance(found, int) else found.get(place)
 
     def is_due(self, key: Hashable) -> bool:
-        """Note a call with inputs that have no graph; return True if the caller is to capture one (`capturing`)."""
+        """Note a call with inputs that have no graph; return True if the caller is to capture one (`capturing`).
+
+        A graph for another place needs no warm-up.
+        """
         if key is None:
             self._has_other_inputs = True
             return False
         seen = self._found.get(key, 0)
-        assert isinstance(seen, int), "there is a graph"
+        if not isinstance(seen, int):
+            # Kernels are compiled, and the region has proved to come again. Two buffers of a variable make two places;
+            # regions that share variables may make a few more, and graphs take memory: more than that are not made.
+            return len(seen) < MOST_PLACES and key not in self._complete and not self._capturing
         if not seen and len(self._found) >= MOST_KEYS:
             if all(isinstance(found, int) for found in self._found.values()):
                 self._refusal = f"none of {MOST_KEYS} kinds of inputs has come {self._warm_ups + 1} times"
@@ -186,24 +241,32 @@ class GraphCache(Generic[Graph]):
         return False
 
     @contextmanager
-    def capturing(self, key: Hashable) -> Iterator[Callable[[Graph], None]]:
-        """A block that captures the graph for `key`, and hands it to the function that it gets.
+    def capturing(self, key: Hashable, place: Hashable = ()) -> Iterator[Callable[[Graph], None]]:
+        """A block that captures the graph for `key` and `place`, and hands it to the function that it gets.
 
         Calls meanwhile, of other runs, go without. An exception means that no graph will ever be, and ends with the
-        block. If the block is cancelled, a later call captures.
+        block; if there is a graph for another place and no room for this one, that graph stays. If the block is
+        cancelled, a later call captures.
         """
         self._capturing = True
         found = self._found
 
         def keep(graph: Graph) -> None:
             if found is self._found and not self._refusal:  # else all were forgotten meanwhile
-                found[key] = graph
+                # The number of calls seen so far, or graphs for other places.
+                graphs = found.get(key)
+                found[key] = {**graphs, place: graph} if isinstance(graphs, dict) else {place: graph}
 
         try:
             yield keep
         except Exception as error:
             # If the device is lost or full, that shows again when the caller goes on without a graph.
-            self.refuse(error)
+            # A second place is a makeshift while a reader holds values: to lose the first graph for it would cost more.
+            if self.has_graph(key) and isinstance(error, MemoryLimitExceeded):
+                error.__traceback__ = None
+                self._complete.add(key)
+            else:
+                self.refuse(error)
         finally:
             self._capturing = False
 
@@ -232,6 +295,7 @@ class GraphCache(Generic[Graph]):
     def clear(self) -> None:
         """Forget all graphs; their memory is free in the order of their stream. Start anew."""
         self._found = {}
+        self._complete.clear()
         self._refusal = ""
         self._has_other_inputs = False
 

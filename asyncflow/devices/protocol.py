@@ -16,6 +16,7 @@ import numpy as np
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.options import positive_count
+from asyncflow.devices.values import ArraySpec as ArraySpec
 from asyncflow.devices.values import Deliver as Deliver
 from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.devices.values import Placed as Placed
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.saved.memory_gate import MemoryGate
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Array, Kernel, Value
-
-ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
-"""dtype and shape of an array."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ DType: TypeAlias = "np.dtype[Any]"
 
 Shape: TypeAlias = tuple[int, ...]
 
+ArraySpec: TypeAlias = "tuple[DType, Shape]"
+"""dtype and shape of an array."""
+
 Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
 """Takes ``(value, error)``; one of the two is None."""
 

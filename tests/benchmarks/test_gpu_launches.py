@@ -28,9 +28,9 @@ LAUNCHED: Final = {
 
 CAPTURED: Final = {
     **LAUNCHED,
-    "MLP, adam": Counts(0, 1, 20, 10),
-    "LSTM, training": Counts(0, 1, 8, 4),
-    "dynamic_rnn, training": Counts(0, 1, 8, 4),
+    "MLP, adam": Counts(0, 1, 4, 2),
+    "LSTM, training": Counts(0, 1, 4, 2),
+    "dynamic_rnn, training": Counts(0, 1, 4, 2),
     "scan": Counts(0, 1, 4, 2),
     "counted loop": Counts(0, 1, 4, 2),
     "attention": Counts(0, 1, 4, 2),

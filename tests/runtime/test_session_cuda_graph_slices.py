@@ -198,7 +198,7 @@ async def test_a_run_is_cancelled_at_a_slice(at_each_slice: Noting, at: int) -> 
         assert trial.cupy.engine.captures == []
         assert not trial.is_captured
         assert (await trial.session.run(trial.w)).tobytes() == before.tobytes()
-        assert trial.session.devices[0].memory.used == used
+        assert trial.session.devices[0].memory.used <= used  # copies of older values of variables have gone as well
         losses = [await trial.run() for _ in range(2)]
         assert trial.is_captured
     wanted, _ = await without_graphs(WARM_UPS + 2)

@@ -50,7 +50,7 @@ from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.told import ToldAccount
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory, bound_kernel
 from asyncflow.graph.resource import resources_of, waits_in_line
@@ -173,8 +173,9 @@ class Binding:
         for member in region.walk():
             for resource in resources_of(member):
                 if isinstance(resource, Variable):
-                    state = self.resolve(resource)
-                    shown.setdefault(state, CapturedVariable(state, device.xp))
+                    state, is_written = self.resolve(resource), has_side_effect(member)
+                    found = shown.setdefault(state, CapturedVariable(state, device.xp, is_written=is_written))
+                    found.is_written |= is_written
         binding = replace(self, resolve=lambda resource: shown.get(state := self.resolve(resource), state))
         on_host = captured_host_values(region, self.on_host)
 

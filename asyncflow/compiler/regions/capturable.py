@@ -5,7 +5,7 @@ linear algebra and ops with data-dependent shapes (they wait for the device). So
 functions. Products of matrices are not CuPy's on a device that captures (`devices/cuda/graphs/products.py`).
 
 A store of saved values, or a TensorArray, is a list of addresses while Python captures, if no other region uses it. The
-graph has nothing of the list. A variable is an input of the graph, and a result where it is written.
+graph has nothing of the list. A variable is at a fixed address, where the graph reads and writes it.
 
 Python decides while it captures. So branches and loops in a graph follow the values on the host at that time, which are
 part of the graph's validity. Only loops that a device runs by itself decide by its own values, and so do branches and
@@ -28,7 +28,10 @@ from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.state.variables.variable import UPDATE, VARIABLE_READ
 from asyncflow.values import Kernel, Namespace
+
+_NO_LAUNCH = CONSTANT, IDENTITY, NO_OP, PARAMETER
 
 _COPIES_A_LAUNCH = 2
 """Number of array copies in or out of a graph's buffers that take as long as launching a kernel from Python."""
@@ -56,8 +59,6 @@ def why_not_captured(region: Region, on_host: AbstractSet[Tensor]) -> str | None
         return f"{obstacles[0]}{others}"
     launches = _launches(region.nodes, on_host)
     copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
-    # A variable is copied in, and one that is written is copied out.
-    copies += len({effect for node in region.walk() if node.op.effects is not None for effect in node.op.effects(node)})
     if launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH:
         return None
     return f"{counted(launches, 'kernel')} would become a graph with {counted(copies, 'array')} to copy, without gain"
@@ -78,7 +79,7 @@ def captured_host_values(region: Region, on_host: AbstractSet[Tensor]) -> set[Te
 
 def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:
     """Return the reason why no CUDA graph can hold the node's work in a region; None if one can."""
-    if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
+    if node.op in _NO_LAUNCH:
         return None
     if isinstance(node, StructuredNode):
         if node.decision not in on_host:
@@ -91,7 +92,19 @@ def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:
         return f"{_named(node)} runs on the host"
     if not node.op.traits.is_capturable:
         return f"{_named(node)} {_nature(node)}"
+    if node.op is UPDATE and (obstacle := _why_no_update(node)) is not None:
+        return f"{_named(node)} has a function with {obstacle}"
     return None if _finds_its_inputs(node, on_host) else f"{_named(node)} would copy an input between host and card"
+
+
+def _why_no_update(node: Node) -> str | None:
+    """Return the first node in the function of an update that no CUDA graph can hold, and why; None without one."""
+    for inner in node.attrs["function"].nodes:
+        if inner.op is CONSTANT and inner.outputs[0].shape != ():
+            return f"{_named(inner)}, which is copied from the host"
+        if inner.op not in _NO_LAUNCH and not inner.op.traits.is_capturable:
+            return f"{_named(inner)}, which {_nature(inner)}"
+    return None
 
 
 def _named(node: Node) -> str:
@@ -118,8 +131,15 @@ def _launches(nodes: Iterable[Node], on_host: AbstractSet[Tensor]) -> int:
             inner = sum(_launches(body.nodes, on_host) for body in node.subgraphs)
             count += inner if times is None else inner * times
         else:
-            count += node.op.kernel is not None and node.op is not CONSTANT and not computes_on_host(node, on_host)
+            count += (
+                _launches(node.attrs["function"].nodes, on_host) if node.op is UPDATE else _is_launch(node, on_host)
+            )
     return count
+
+
+def _is_launch(node: Node, on_host: AbstractSet[Tensor]) -> bool:
+    launches = node.op.kernel is not None and node.op not in (CONSTANT, VARIABLE_READ)
+    return launches and not computes_on_host(node, on_host)
 
 
 def _finds_its_inputs(node: Node, on_host: AbstractSet[Tensor]) -> bool:

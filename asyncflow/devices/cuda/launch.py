@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Generator, Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.cuda.transfers.buffers import BuffersByVariable
     from asyncflow.values import Kernel, Value
 
 STEP_LAUNCHES = 32
@@ -154,8 +155,9 @@ class CudaRegionLauncher:
         if (code := info.code.graph) is not None:
             device.make_capturable()
             has_context, launches = info.conduct.needs_context, min(info.code.launches, STEP_LAUNCHES)
+            buffers: BuffersByVariable = device.xp.holder.buffers
             self._region = region = CapturedRegion(
-                device.cupy, stream, device.pool, function, info.name, code, has_context, launches
+                device.cupy, stream, device.pool, function, info.name, code, buffers, has_context, launches
             )
             self.graphs = region.graphs
             function = region.steps if is_generator else region

@@ -17,7 +17,8 @@ from asyncflow.values import Array, Namespace
 class Holder(Protocol):
     """The memory of one device of one session, as states see it.
 
-    A *handle* is what `keep` makes of an array: it knows when it is written. Nothing writes to it again.
+    A *handle* is what `keep` makes of an array: it knows when it is written. Only a CUDA graph writes to it again, once
+    nothing else refers to its `HeldValue`, to the handle or to the array.
     """
 
     @property

@@ -41,10 +41,18 @@ class VariableState:
 
     Invariants: `value` is None, a NumPy scalar, an immutable array, or a `HeldValue`; it fits `spec`; it is only ever
     replaced as a whole, under `lock`. Values made by a device with a memory of its own stay there. Every other device
-    that reads such a value, or a NumPy array, keeps a copy here until it reads another value.
+    that reads such a value, or a NumPy array, keeps a copy here until it reads another value. Only where nothing else
+    refers to a value may a CUDA graph write to its memory: it is then another `HeldValue` (`captured`).
+
+    Attributes:
+        name: of the variable.
+        spec: of all its values.
+        value: the present one.
+        copies: a value and its copies by namespace: a `HeldValue`, or an array where there is no holder.
+        lock: held while the value is replaced.
     """
 
-    __slots__ = ("__weakref__", "_copies", "_shape", "lock", "name", "spec", "value")
+    __slots__ = ("__weakref__", "_shape", "copies", "lock", "name", "spec", "value")
 
     def __init__(self, name: str, spec: Spec, initial: Array | None = None) -> None:
         self.name = name
@@ -52,8 +60,7 @@ class VariableState:
         self.value: Array | HeldValue | None = None if initial is None else immutable(initial)
         self._shape = spec.shape if is_static(spec.shape) else None
         self.lock = Lock()
-        self._copies: tuple[Array | HeldValue, dict[Namespace, Array | HeldValue]] | None = None
-        """A value and its copies by namespace: a `HeldValue`, or an array where there is no holder."""
+        self.copies: tuple[Array | HeldValue, dict[Namespace, Array | HeldValue]] | None = None
 
     def __repr__(self) -> str:
         return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
@@ -97,9 +104,9 @@ class VariableState:
             return self._on_host(value)
         here = value
         if type(value) is not HeldValue or value.holder is not holder_of(xp):
-            copies = self._copies
+            copies = self.copies
             if copies is None or copies[0] is not value:
-                copies = self._copies = (value, {})
+                copies = self.copies = (value, {})
             here = copies[1].get(xp)
             if here is None:
                 here = copies[1][xp] = self._copied(value, xp)
@@ -210,8 +217,8 @@ class VariableState:
     def forget(self) -> object:
         """Drop the value, which is not read any more; return the objects that hold the memory until dropped."""
         with self.lock:
-            held = self.value, self._copies
-            self.value = self._copies = None
+            held = self.value, self.copies
+            self.value = self.copies = None
         return held
 
     # -- between sessions ----------------------------------------------------------------------------------------
@@ -226,13 +233,13 @@ class VariableState:
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Bring the value to the host if it is with one of `holders`, whose devices are about to be closed."""
-        copies, value = self._copies, self.value
+        copies, value = self.copies, self.value
         if copies is not None:
             for xp in list(copies[1]):
                 if holder_of(xp) in holders:
                     copies[1].pop(xp, None)
             if copies[0] is not value:  # an old value, which may be with one of `holders` as well
-                self._copies = None
+                self.copies = None
         if type(value) is not HeldValue or value.holder not in holders:
             return
         host = value.host
@@ -244,7 +251,7 @@ class VariableState:
         with self.lock:
             if self.value is value:
                 self.value = host
-                self._copies = None
+                self.copies = None
 
     def check(self, x: Array) -> None:
         """Check that a value fits the variable.

@@ -34,14 +34,15 @@ from asyncflow.devices.captures import (
     run_to_end,
     slice_budget,
 )
+from asyncflow.devices.cuda.graphs.variables import Buffers, RegionVariables, stored
 from asyncflow.devices.cuda.memory import PrivatePool
-from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.values import is_plain
 from asyncflow.errors import a_kind
 from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.memory import CudaPool
+    from asyncflow.devices.cuda.transfers.buffers import BuffersByVariable
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.values import Kernel, Value
@@ -209,10 +210,17 @@ class RegionGraph:
     What its kernels use stays as long as it does: the buffers, which keep their pool, and the constants of the code.
     """
 
-    __slots__ = ("_buffers", "_code", "_cupy", "_graph", "_outputs", "_raw")
+    __slots__ = ("_code", "_cupy", "_graph", "_inputs", "_outputs", "_place", "_raw")
 
     def __init__(
-        self, cupy: Cupy, raw: Raw, code: GraphCode, graph: Raw, buffers: Sequence[Value], outputs: Sequence[Placed]
+        self,
+        cupy: Cupy,
+        raw: Raw,
+        code: GraphCode,
+        graph: Raw,
+        place: Buffers,
+        inputs: Sequence[Value],
+        outputs: Sequence[Placed],
     ) -> None:
         """Check what `recorded` has captured.
 
@@ -224,10 +232,11 @@ class RegionGraph:
         self._raw = raw
         self._code = code
         self._graph = graph
-        self._buffers = [buffer if isinstance(buffer, ndarray) else None for buffer in buffers]
+        self._place = place
+        self._inputs = [buffer if isinstance(buffer, ndarray) else None for buffer in inputs]
         self._outputs = outputs
         for value in outputs:
-            if value is not None and not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
+            if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
                 raise NotCapturableError(f"it gives {a_kind(type(value))}")
 
     @classmethod
@@ -238,7 +247,7 @@ class RegionGraph:
         memory: PrivateMemory,
         code: GraphCode,
         inputs: Sequence[Value],
-        given: Sequence[Value],
+        place: Buffers,
         launches: int,
     ) -> Generator[None, int | None, RegionGraph]:
         """Capture a call of a region's code, in slices.
@@ -249,7 +258,7 @@ class RegionGraph:
             memory: of the graph.
             code: of the region.
             inputs: of a call.
-            given: values of the variables.
+            place: buffers of the variables.
             launches: see `slice_budget`.
         """
         ndarray = cupy.ndarray
@@ -259,37 +268,38 @@ class RegionGraph:
                 buffer_for(cupy, value) if isinstance(value, ndarray) or place in code.numbers else value
                 for place, value in enumerate(inputs)
             ]
-            variables = [buffer_for(cupy, value) for value in given]
+            # The graph keeps the buffers, not their arrays: references to these tell whether a reader has one.
+            variables = [buffer.array for buffer in place]
             outputs, left = yield from code.steps(starts, variables)
-            # A variable that was not written gets no new value.
+            # A variable that was not written needs no store.
             ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
-            return [*starts, *variables], [
-                without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in (*outputs, *ends)
-            ]
+            kept = stored(cupy, cupy.cuda.get_current_stream(), place, outputs, ends)
+            return starts, [without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in kept]
 
-        graph, (buffers, outputs) = yield from capture_in_slices(cupy, memory, record(), launches)
-        return cls(cupy, raw, code, graph, buffers, outputs)
+        graph, (starts, outputs) = yield from capture_in_slices(cupy, memory, record(), launches)
+        return cls(cupy, raw, code, graph, place, starts, outputs)
 
-    def launch(self, inputs: Sequence[Value], given: Sequence[Value]) -> tuple[Placed, ...]:
+    def launch(self, inputs: Sequence[Value], variables: RegionVariables) -> tuple[Placed, ...] | None:
         """The outputs for `inputs`, in new arrays; variables have their new values afterwards.
+
+        None, with nothing launched, if the value of a variable is in use.
 
         Raises:
             MemoryLimitExceeded: they do not fit; nothing was launched.
         """
         cupy, raw = self._cupy, self._raw
         results = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in self._outputs]
-        for buffer, value in zip(self._buffers, (*inputs, *given), strict=True):
-            if buffer is not None:
-                copy_into(cupy, buffer, value, raw)
-        self._graph.launch(stream=raw)
+        with capturing:  # readers on other threads find written values once the launch is behind it
+            if not variables.take(self._place):
+                return None
+            for buffer, value in zip(self._inputs, inputs, strict=True):
+                if buffer is not None:
+                    copy_into(cupy, buffer, value, raw)
+            self._graph.launch(stream=raw)
         for result, output in zip(results, self._outputs, strict=True):
             if result is not output:
                 copy_into(cupy, result, output, raw)
-        count = len(results) - len(given)
-        for variable, end in zip(self._code.variables, results[count:], strict=True):
-            if end is not None:
-                variable.put(end)
-        return tuple(results[:count])
+        return tuple(results)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -306,6 +316,7 @@ class CapturedRegion:
             generator that returns the tuple, and is sent how much to do at a time.
         label: for logs, and for what the memory of its graphs is called.
         code: of its graphs.
+        buffers: memory of the device's variables; None for code without any.
         takes_context: the first argument of `function` is a context, which graphs do without.
         launches: number of kernels that the function launches until it may stop.
         slices: number of steps so far that captured, and launched nothing.
@@ -318,13 +329,16 @@ class CapturedRegion:
     function: Kernel
     label: str
     code: GraphCode
+    buffers: BuffersByVariable | None = None
     takes_context: bool = False
     launches: int = 1
     slices: int = field(default=0, init=False)
     graphs: GraphCache[RegionGraph] = field(init=False)
+    _variables: RegionVariables = field(init=False)
 
     def __post_init__(self) -> None:
         self.graphs = GraphCache(self.label)
+        self._variables = RegionVariables(self.cupy, self.stream, self.buffers, self.code.variables)
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
         """Return the results of `function` for these inputs."""
@@ -343,38 +357,38 @@ class CapturedRegion:
 
     def _launched(self, inputs: Sequence[Value]) -> Steps[tuple[Placed, ...] | None]:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
-        graphs, code = self.graphs, self.code
+        graphs, variables = self.graphs, self._variables
         inputs = inputs[1:] if self.takes_context else inputs
-        own = None if graphs.is_refused else key_of(inputs, self.cupy.ndarray, code.numbers)
+        own = None if graphs.is_refused else key_of(inputs, self.cupy.ndarray, self.code.numbers)
         has_captured = False
         while not graphs.is_refused:
-            try:
-                # Variables are locked for a launch alone. A capture takes as long as many launches, and needs to know
-                # their shapes, not their values.
-                with code.alone() as given:
-                    key = self._key(own, given)
-                    graph = graphs.find(key)
-                    if graph is not None:
-                        return graphs.results(graph, lambda graph: graph.launch(inputs, given))
-            except MemoryLimitExceeded:  # of a variable that is elsewhere: the code itself says which node reads it
-                return None
+            # The place is looked for in each round: other runs may have moved the variables while this one captured.
+            kinds = variables.kinds()
+            key = None if own is None or kinds is None else (*own, *kinds)
+            place = None
+            if graphs.has_graph(key):
+                place = variables.choose()
+                # Both buffers of a variable are in use: to wait for one would hold up a run that can be launched.
+                if place is None:
+                    return None
+                graph = graphs.find(key, place)
+                if graph is not None:
+                    return graphs.results(graph, lambda graph: graph.launch(inputs, variables))
             if has_captured or not graphs.is_due(key):
                 return None
-            with graphs.capturing(key) as keep:
-                keep((yield from self._captured(inputs, given)))
+            place = variables.choose() if place is None else place
+            if place is None:
+                return None
+            with graphs.capturing(key, place) as keep:
+                keep((yield from self._captured(inputs, place)))
             # Other runs may have changed the variables meanwhile, even their shapes: there may be no graph for those.
             has_captured = True
         return None
 
-    def _key(self, own: tuple[Hashable, ...] | None, given: Sequence[Value]) -> tuple[Hashable, ...] | None:
-        """Return the key of inputs, `own`, and values of variables."""
-        of_variables = key_of(given, self.cupy.ndarray, range(len(given)))
-        return None if own is None or of_variables is None else (*own, *of_variables)
-
-    def _captured(self, inputs: Sequence[Value], given: Sequence[Value]) -> Steps[RegionGraph]:
+    def _captured(self, inputs: Sequence[Value], place: Buffers) -> Steps[RegionGraph]:
         memory = PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}")
         recorded = RegionGraph.recorded(
-            self.cupy, self.stream.raw, memory, self.code, inputs, given, launches=self.launches
+            self.cupy, self.stream.raw, memory, self.code, inputs, place, launches=self.launches
         )
         budget = None
         try:

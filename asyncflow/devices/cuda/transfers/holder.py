@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncflow.devices.cuda.transfers.buffers import BuffersByVariable
 from asyncflow.devices.cuda.transfers.exchange import follow, read
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import active, capturing
@@ -25,12 +26,16 @@ class CudaHolder:
     """The memory of one CUDA device, for values that are kept; the handles are `CudaArray`.
 
     `keep`, `use`, `receive` and `fetched` belong to the thread of the device's event loop.
+
+    Attributes:
+        buffers: memory of variables that CUDA graphs use.
     """
 
-    __slots__ = ("_device",)
+    __slots__ = ("_device", "buffers")
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
+        self.buffers = BuffersByVariable(device)
 
     @property
     def device(self) -> str:
