@@ -27,10 +27,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 11_680,
+    "asyncflow/compiler/": 11_865,
     "asyncflow/runtime/": 10_915,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_100,
+    "asyncflow/devices/": 8_150,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_585,
@@ -50,10 +50,10 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 63_790
+TOTAL: Final = 64_025
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
-    "layers, and kernels of each device": 1_185,
+    "layers, and kernels of each device": 950,
     "steps that a card captures": 425,
     "native code": 2_500,
     "the profiler": 2_200,

@@ -11,7 +11,7 @@ import importlib.util
 from contextlib import AsyncExitStack
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,14 @@ LAYER_SIZES: Final = {"layers": 16, "batch": 64, "hidden": 512}
 LSTM_SIZES: Final = {"steps": 100, "batch": 64, "hidden": 512}
 
 
+class Program(NamedTuple):
+    """A program: its graph, what to fetch, and what to feed."""
+
+    graph: af.Graph
+    fetches: Any
+    feeds: dict[af.Tensor, Any]
+
+
 # -- launches ------------------------------------------------------------------------------------------------------
 
 
@@ -54,18 +62,24 @@ def _products(x: Any, w: Any, operations: int) -> Any:
     return x
 
 
-async def measure_launches(peers: Peers = NO_PEERS, *, repeats: int = 7, operations: int = 1000) -> list[Result]:
-    """µs of one of many tiny products, from the call until the last result is on the host."""
+def build_products(operations: int) -> Program:
+    """A chain of tiny products."""
     fed, weight = np.ones((8, 8), np.float32), np.eye(8, dtype=np.float32)
     with af.Graph() as graph:
         x = af.placeholder("float32", fed.shape)
         y = _products(x, af.constant(weight), operations)
+    return Program(graph, y, {x: fed})
+
+
+async def measure_launches(peers: Peers = NO_PEERS, *, repeats: int = 7, operations: int = 1000) -> list[Result]:
+    """µs of one of many tiny products, from the call until the last result is on the host."""
+    graph, y, feeds = build_products(operations)
+    (fed,), weight = feeds.values(), np.eye(8, dtype=np.float32)
     scale = 1e6 / operations
     systems = {ASYNCFLOW: True, INTERPRETED: False}
     sessions = {name: af.Session(graph, devices=[CARD], regions=regions) for name, regions in systems.items()}
     trials: dict[str, Trial] = {
-        name: timed_await(OPERATION_TIME, scale, lambda session=session: session.run(y, {x: fed}))  # type: ignore[misc]
-        for name, session in sessions.items()
+        name: timed_await(OPERATION_TIME, scale, partial(session.run, y, feeds)) for name, session in sessions.items()
     }
     trials[CUPY] = timed(OPERATION_TIME, scale, _by_hand(fed, weight, operations))
     if peers.torch is not None:
@@ -98,29 +112,38 @@ def _chain(xp: Any, x: Any, scale: Any, rounds: int) -> Any:
     return xp.mean(x * x)
 
 
+def build_chain(size: int, rounds: int) -> Program:
+    """The chain, over `size` numbers."""
+    with af.Graph() as graph:
+        scale = af.placeholder("float32", (1,))
+        y = _chain(af, af.constant(np.linspace(-1, 1, size, dtype=np.float32)), scale, rounds)
+    return Program(graph, y, {scale: np.full(1, 1.5, np.float32)})
+
+
+CHAIN_WAYS: Final[dict[str, dict[str, Any]]] = {
+    ASYNCFLOW: {},
+    f"{ASYNCFLOW}, not fused": {"fusion": False},
+    f"{ASYNCFLOW}, CUDA graph": {"cuda_graphs": True},
+    f"{ASYNCFLOW}, CUDA graph, not fused": {"cuda_graphs": True, "fusion": False},
+    INTERPRETED: {"regions": False},
+}
+"""Options of the session by the name of the row."""
+
+
 async def measure_chain(
     peers: Peers = NO_PEERS, *, repeats: int = 7, rounds: int = 25, sizes: Sequence[int] = (1_000, 1_000_000)
 ) -> list[Result]:
     """µs an operation of elementwise ones and reductions: fused or not, captured as a CUDA graph or not."""
-    ways: dict[str, dict[str, Any]] = {
-        ASYNCFLOW: {},
-        f"{ASYNCFLOW}, not fused": {"fusion": False},
-        f"{ASYNCFLOW}, CUDA graph": {"cuda_graphs": True},
-        f"{ASYNCFLOW}, CUDA graph, not fused": {"cuda_graphs": True, "fusion": False},
-        INTERPRETED: {"regions": False},
-    }
     results = []
     for size in sizes:
-        numbers, fed = np.linspace(-1, 1, size, dtype=np.float32), np.full(1, 1.5, np.float32)
-        with af.Graph() as graph:
-            scale = af.placeholder("float32", (1,))
-            y = _chain(af, af.constant(numbers), scale, rounds)
+        graph, y, feeds = build_chain(size, rounds)
+        numbers, (fed,) = np.linspace(-1, 1, size, dtype=np.float32), feeds.values()
         unit = 1e6 / (5 * rounds + 2)
         trials = {}
         async with AsyncExitStack() as stack:
-            for name, options in ways.items():
+            for name, options in CHAIN_WAYS.items():
                 session = await stack.enter_async_context(af.Session(graph, devices=[CARD], **options))
-                trials[name] = timed_await(OPERATION_TIME, unit, partial(session.run, y, {scale: fed}))
+                trials[name] = timed_await(OPERATION_TIME, unit, partial(session.run, y, feeds))
             for name, run in _chains_by_hand(peers, numbers, fed, rounds).items():
                 trials[name] = timed(OPERATION_TIME, unit, run)
             case = f"{rounds} times four operations and a mean of {size:,} numbers"
@@ -190,16 +213,22 @@ async def measure_layers(
 # -- loops ---------------------------------------------------------------------------------------------------------
 
 
-async def measure_decisions(
-    peers: Peers = NO_PEERS, *, repeats: int = 7, iterations: int = 1000, size: int = 1000
-) -> list[Result]:
-    """µs an iteration of a loop that goes on while an array says so: by the host, and by the card."""
-    numbers, shrink = np.linspace(1, 2, size, dtype=np.float32), np.full(1, 2.0 ** (-1 / iterations), np.float32)
+def build_decisions(iterations: int, size: int) -> Program:
+    """A loop that goes on while an array says so."""
     with af.Graph() as graph:
         x, factor = af.placeholder("float32", (size,)), af.placeholder("float32", (1,))
         y = af.while_loop(lambda y: af.max(y) > 1.0, lambda y: y * factor, x)
         last = af.max(y)
-    fed, scale = {x: numbers, factor: shrink}, 1e6 / iterations
+    shrink = np.full(1, 2.0 ** (-1 / iterations), np.float32)
+    return Program(graph, last, {x: np.linspace(1, 2, size, dtype=np.float32), factor: shrink})
+
+
+async def measure_decisions(
+    peers: Peers = NO_PEERS, *, repeats: int = 7, iterations: int = 1000, size: int = 1000
+) -> list[Result]:
+    """µs an iteration of a loop that goes on while an array says so: by the host, and by the card."""
+    graph, last, fed = build_decisions(iterations, size)
+    (numbers, shrink), scale = fed.values(), 1e6 / iterations
     trials: dict[str, Trial] = {}
     async with AsyncExitStack() as stack:
         for name, on_card in ((ASYNCFLOW, False), (f"{ASYNCFLOW}, decided on the card", True)):

@@ -135,15 +135,20 @@ async def measure(
     return results
 
 
-async def _measure(
-    case: Case, peers: Peers, repeats: int, devices: Sequence[str] | None, workload: str
-) -> list[Result]:
+def build(case: Case) -> tuple[af.Graph, af.Tensor, af.Tensor]:
+    """The loop of a case, how long it is to run, and its last value."""
     with af.Graph() as graph:
         limit = af.placeholder("int32", ())
         constants = [af.constant(value) for value in case.constants]
         loop_vars = [af.constant(0, "int32"), *([] if case.step is None else [af.constant(case.start)])]
         *_, last = af.while_loop(lambda i, *_: i < limit, _body(case, af.tanh, constants), loop_vars)
+    return graph, limit, last
 
+
+async def _measure(
+    case: Case, peers: Peers, repeats: int, devices: Sequence[str] | None, workload: str
+) -> list[Result]:
+    graph, limit, last = build(case)
     scale = 1e6 / case.iterations
     async with af.Session(graph, devices=devices) as session:
         name, by_hand = case.by_hand

@@ -102,7 +102,7 @@ def _total(system: Any, layers: Layers, xs: Any, steps: Any, zeros: Any, names: 
 # -- simulated ---------------------------------------------------------------------------------------------------
 
 
-def simulated(count: int, *, steps: int, batch: int, hidden: int, window: int = 32, traced: bool = False) -> Outcome:
+def build(count: int, *, steps: int, batch: int, hidden: int, window: int = 32) -> Callable[[af.Session], Any]:
     """One step over `count` simulated GPUs, with as many layers on each and at most `window` time steps at once."""
     names = spread(LAYERS, devices(count))
     shapes = (hidden, 4 * hidden), (hidden, 4 * hidden), (4 * hidden,)
@@ -124,11 +124,12 @@ def simulated(count: int, *, steps: int, batch: int, hidden: int, window: int = 
                 for variable, grad in zip(of_layer, grads, strict=True):
                     updates.append(variable.assign_sub(grad * LEARNING_RATE))
         step = af.group(*updates)
-    return simulate(
-        f"{count} x v100, {LINK}",
-        lambda session: session.run(step, {length: steps}),
-        traced=traced,
-    )
+    return lambda session: session.run(step, {length: steps})
+
+
+def simulated(count: int, *, traced: bool = False, **sizes: int) -> Outcome:
+    """The step on v100 cards; see `build`."""
+    return simulate(f"{count} x v100, {LINK}", build(count, **sizes), traced=traced)
 
 
 def curves(

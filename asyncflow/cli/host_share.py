@@ -27,9 +27,12 @@ _WORDS: Mapping[Call, str] = {
     "view": "views",
     "region": "regions",
     "launch": "launches",
+    "product": "products",
+    "library": "other functions of CuPy",
     "graph": "CUDA graphs",
     "buffer": "buffers of graphs",
     "copy": "copies",
+    "transfer": "copies between devices",
     "event": "events",
     "delivery": "deliveries",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 import numpy as np
 
 from asyncflow.devices.decisions import LoopCode
+from asyncflow.devices.figures.host import NO_TIMES
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.values import ArraySpec as ArraySpec
@@ -26,6 +27,7 @@ from asyncflow.values import Conduct
 
 if TYPE_CHECKING:
     from asyncflow.devices.captures import GraphCode
+    from asyncflow.devices.figures.host import Launch
     from asyncflow.devices.saved.memory_gate import MemoryGate
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Array, Kernel, Value
@@ -90,6 +92,7 @@ class KernelInfo:
             with the host's memory.
         is_metadata: it needs no data of the device's, and its result is on the host.
         in_region: it is called by the code of a region, and not by itself.
+        launch: way of launching it.
         code: of a region or loop.
         recipe: the kernel's ingredients, if it is a plain function of arrays; None if it uses state or user code, or
             checks its results.
@@ -112,6 +115,7 @@ class KernelInfo:
     on_host: Kernel | None = None
     is_metadata: bool = False
     in_region: bool = False
+    launch: Launch = "launch"
     code: CodeInfo = _NO_CODE
     recipe: KernelRecipe | None = None
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
@@ -334,11 +338,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     methods are called on the event loop's thread, and none but `start` blocks. Optional operations do nothing here.
 
     Attributes (more in `LogicalDevice`):
-        region_ns: the expected time that calling a region takes the host, without its kernels.
-        launch_ns: the expected time that launching a kernel takes the host.
-        view_ns: the expected time that making a view of an array takes the host.
-        step_ns: the expected time that a number takes which the host computes, or a value that is saved or found again.
-        variable_ns: the expected time that handing a loop's variable on to the next iteration takes the host.
+        host_times: the expected times of the host that launches for it.
         charge: takes the host's work that no other call tells of, and its count, where that is simulated: ``"run"``,
             for a run that begins on the device, or ``"primitive"``; else None.
         copy_state_out: takes bytes and a name, and delivers None once so much state has come to the host, if that is
@@ -349,7 +349,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     charge: Callable[[Any, int], None] | None = None
     copy_state_out: Callable[[int, str, Deliver], None] | None = None
     handover_ns = 5_000.0  # streams wait for events by themselves
-    region_ns = launch_ns = view_ns = step_ns = variable_ns = 0.0
+    host_times = NO_TIMES
     _spans: Spans | None = None
 
     # A check of `is None` tells the executor whether to launch; no `isinstance` in the paths of a firing.

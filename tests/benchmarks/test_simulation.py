@@ -59,11 +59,13 @@ def test_one_host_thread_holds_up_what_launches_much() -> None:
 
 
 def test_large_kernels_hide_the_host() -> None:
-    """Behaviour 99: fig. 12 has a kernel a device and iteration, and gains with either host."""
+    """Behaviour 99: fig. 12 has a kernel a device and iteration, and gains with either host, but little with one thread
+    for all copies.
+    """
     curves = by_host(lambda: {"": parallel_iterations.curve((1, 8), iterations=8)})
     assert list(curves) == ["this runtime", "a thread a device"]
     threads, ours = (curve[8] / curve[1] for curve in reversed(curves.values()))
-    assert 1.5 < ours < threads
+    assert 1.05 < ours < 1.5 < threads
     assert "one Python thread for all devices, by regions" in host_note()
 
 

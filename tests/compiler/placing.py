@@ -9,6 +9,7 @@ import asyncflow as af
 from asyncflow.compiler.placement.constraints import resolve_requests
 from asyncflow.compiler.placement.place import Placement, place
 from asyncflow.compiler.program.extract import extract
+from asyncflow.devices.figures.host import NO_TIMES, HostTimes
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.protocol import Capabilities
 from asyncflow.graph.building.build import apply
@@ -30,7 +31,8 @@ MS = 1e6
 class FakeDevice:
     """A device as placement sees it.
 
-    `slowness` is ns per operation, so that an op of `MS` operations takes a millisecond on the usual one.
+    `slowness` is ns per operation, so that an op of `MS` operations takes a millisecond on the usual one. `host` is
+    what each call of the host takes, such as a launch, in ns.
     """
 
     name: str
@@ -38,6 +40,7 @@ class FakeDevice:
     limit: int | None = None
     latency: float = 50_000.0
     ns_per_byte: float = 0.0
+    host: float = 0.0
     memory: MemoryAccount = field(init=False)
     n_asked: int = 0
 
@@ -51,6 +54,11 @@ class FakeDevice:
     @property
     def asynchronous(self) -> FakeDevice | None:
         return None if self.kind == "cpu" else self
+
+    @property
+    def host_times(self) -> HostTimes:
+        ns, launches = self.host, dict.fromkeys(NO_TIMES.launch_ns, self.host)
+        return HostTimes(driver="the host", run_ns=ns, send_ns=ns, region_ns=ns, launch_ns=launches)
 
     @property
     def capabilities(self) -> Capabilities:

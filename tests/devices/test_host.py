@@ -21,7 +21,7 @@ from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 from tests.devices.sim_machines import HOST, machine_of
 
-SLOW = replace(HOST, launches="regions", launch_s=1e-3)
+SLOW = replace(HOST, launches="regions", launch_s=1e-3, product_s=1e-3)
 
 
 def _products(cards: int, **options: Any) -> tuple[float, list[Any]]:
@@ -148,7 +148,7 @@ def test_a_hazard_in_a_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hosts_describe_themselves_and_the_source_of_their_figures() -> None:
     assert next(iter(HOSTS.values())) is DEFAULT_HOST is host_named("asyncflow")
-    assert "benchmarks.host_costs of 20" in DEFAULT_HOST.source and not DEFAULT_HOST.thread_a_device
+    assert "benchmarks.gpu_model to the runs of 20" in DEFAULT_HOST.source and not DEFAULT_HOST.thread_a_device
     for host in HOSTS.values():
         assert host.source and host.launches in LAUNCHES
         assert all(0 < getattr(host, name) < 1e-3 for name in COSTS)

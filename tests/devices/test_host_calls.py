@@ -138,8 +138,10 @@ def test_a_plan_makes_the_calls_that_it_makes_on_cards(
         )
     kernels = sum(count for name, count in given.items() if name not in _NO_KERNELS)
     copies = given["memcpyAsync"] + given["memcpyPeerAsync"]
-    assert calls["launch"] == kernels, given
-    assert calls["copy"] + calls["buffer"] == copies
+    assert calls["launch"] + calls["product"] + calls["library"] == kernels, given
+    assert (calls["product"], calls["library"]) == (given["matmul"], given["sum"])
+    assert calls["copy"] + calls["transfer"] + calls["buffer"] == copies
+    assert calls["transfer"] == given["memcpyPeerAsync"]
     assert calls["event"] == given["streamWaitEvent"]
     assert calls["graph"] == given["graph"]
     assert kernels or given["graph"]

@@ -19,9 +19,9 @@ MAKING = "    def __init__(", "    def __post_init__("
 # How many attributes and booleans the classes above a limit have. The list only shrinks.
 LARGER: dict[str, tuple[int, int]] = {
     "Run": (37, 6),
-    "SimDevice": (36, 1),
+    "SimDevice": (32, 1),
     "CudaDevice": (34, 1),
-    "Timeline": (33, 1),
+    "Timeline": (29, 1),
     "Progress": (29, 0),
     "CudaSwapping": (28, 6),
     "SessionOptions": (28, 9),

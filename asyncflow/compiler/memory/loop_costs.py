@@ -12,8 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from asyncflow.compiler.memory.memory_choices import Work
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.program.kernels.kernels import is_host_spec
+from asyncflow.compiler.program.kernels.work import launch_of
 from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.program.purity import has_variants
+from asyncflow.devices.figures.host import NO_TIMES
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Subgraph
@@ -40,14 +42,11 @@ class LoopCosts:
         self._fuses = fuses
         self.counts: dict[WhileNode, int] = {}
         launching = device.asynchronous
-        self._launch_ns = self._view_ns = self._step_ns = self._variable_ns = 0.0
-        if launching is not None:
-            self._launch_ns, self._view_ns = launching.launch_ns, launching.view_ns
-            self._step_ns, self._variable_ns = launching.step_ns, launching.variable_ns
+        self._host = NO_TIMES if launching is None else launching.host_times
 
     def iteration(self, loop: WhileNode) -> Work:
         """One iteration."""
-        handed_on = Work(0.0, self._variable_ns * len(loop.body.results))
+        handed_on = Work(0.0, self._host.variable_ns * len(loop.body.results))
         return self._of_body(loop.predicate).plus(self._of_body(loop.body)).plus(handed_on)
 
     def of_nodes(self, nodes: Iterable[Node], wanted: Collection[Tensor] = ()) -> Work:
@@ -60,7 +59,7 @@ class LoopCosts:
             else:
                 work = work.plus(self.of_node(node))
         for chain in _chains(chains):
-            work = work.plus(Work(self._chain_ns(chain, wanted), self._launch_ns))
+            work = work.plus(Work(self._chain_ns(chain, wanted), self._host.launch_ns["launch"]))
         return work
 
     def of_node(self, node: Node) -> Work:
@@ -74,11 +73,11 @@ class LoopCosts:
         if node.op in (PARAMETER, CONSTANT):
             return Work()
         if _is_on_host(node) or has_variants(node.inputs):
-            return Work(0.0, self._step_ns)
+            return Work(0.0, self._host.step_ns)
         if self._costs.work(node)[0] == 0.0:
-            return Work(0.0, self._view_ns)
+            return Work(0.0, self._host.view_ns)
         (ns,) = self._costs.times(node)
-        return Work(ns, self._launch_ns)
+        return Work(ns, self._host.launch_ns[launch_of(node)])
 
     def _of_body(self, body: Subgraph) -> Work:
         used = {x for node in body.nodes if self._fuses and node.op.rows != "elementwise" for x in node.inputs}

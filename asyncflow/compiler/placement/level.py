@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 from asyncflow.compiler.placement.choices import Choices
 from asyncflow.compiler.placement.list_schedule import GAIN, Solution, search
 from asyncflow.compiler.placement.node_costs import NodeCosts, tensor_nbytes
-from asyncflow.compiler.placement.simulated_execution import Group, Places, Problem, Spread, Task, Value, loads
+from asyncflow.compiler.placement.simulated_execution import (
+    Group,
+    Places,
+    Problem,
+    Spread,
+    Task,
+    Value,
+    host_loads,
+    loads,
+)
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph
@@ -27,14 +36,20 @@ class Whole:
     Attributes:
         allowed: the devices it may be on.
         times: ns of all it does on each device.
+        launches: ns of launching all of it on each device.
         workspace: bytes it holds while it runs.
         held: bytes of the variables in it.
     """
 
     allowed: tuple[int, ...]
     times: Sequence[float]
+    launches: Sequence[float]
     workspace: float
     held: float
+
+    def on(self, device: int) -> float:
+        """The ns from its start to its end on a device."""
+        return max(self.times[device], self.launches[device])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +60,7 @@ class Split:
         where: the device of every node in it that was placed.
         why: the reason for each.
         loads: ns on each device.
+        hosts: ns of each thread of the host.
         span: ns from start to end.
         inputs: the device that needs each of its inputs; None: none does.
         outputs: the device of each of its outputs; None: everywhere.
@@ -54,6 +70,7 @@ class Split:
     where: dict[Node, int]
     why: dict[Node, str]
     loads: Sequence[float]
+    hosts: Sequence[float]
     span: float
     inputs: Sequence[int | None]
     outputs: Sequence[int | None]
@@ -69,12 +86,16 @@ class PlacementLevel:
         costs: of nodes.
         inside: how a branch or loop is to be treated, given where its inputs are, as far as that is known.
         counters: nodes to keep together, with the others on the same device.
+        is_root: it is no body, so that the threads of the host start a run for each device.
+        part: the iteration at hand.
     """
 
     choices: Choices
     costs: NodeCosts
     inside: Callable[[StructuredNode, Callable[[Tensor], int | None]], Whole | Split]
     counters: Mapping[Node, int]
+    is_root: bool
+    part: int = 0
     problem: Problem = field(init=False)
     group_of: dict[Node, int] = field(default_factory=dict)
     index: dict[Tensor, int] = field(default_factory=dict)
@@ -87,7 +108,8 @@ class PlacementLevel:
 
     def __post_init__(self) -> None:
         choices = self.choices
-        self.problem = Problem(limits=choices.limits, transfer=self.costs.transfer, trials=choices.trials)
+        hosts = self.costs.hosts(is_root=self.is_root)
+        self.problem = Problem(limits=choices.limits, transfer=self.costs.transfer, trials=choices.trials, hosts=hosts)
 
     def give(self, tensors: Iterable[Tensor], value: Value) -> int:
         """Add a value that exists from the start and stands for these tensors; return its number."""
@@ -105,7 +127,8 @@ class PlacementLevel:
             elif isinstance(node, StructuredNode):
                 self._add_structured(node)
             elif node.op not in (PARAMETER, FETCH, EMIT):
-                self._add_task(node, Task(group=self._group(node), times=self.costs.times(node)))
+                times, launches = self.costs.times(node), self.costs.launches(node)
+                self._add_task(node, Task(group=self._group(node), times=times, launches=launches))
 
     def task(self, tensor: Tensor) -> int | None:
         """The task that makes the tensor in the iteration at hand; None if it is there from the start."""
@@ -139,6 +162,10 @@ class PlacementLevel:
         """The ns of work on each device in a solution, of all iterations that were added."""
         return loads(self.problem, solution.devices)
 
+    def host_loads(self, solution: Solution) -> list[float]:
+        """The ns of work of each thread of the host in a solution."""
+        return host_loads(self.problem, solution.devices)
+
     def solve(self) -> Solution:
         """Return the best placement found. Optional cuts are undone where others make up for them."""
         solution = search(self.problem)
@@ -150,7 +177,13 @@ class PlacementLevel:
         for number, inside in of_group.items():
             groups[number] = replace(groups[number], allowed=inside.allowed, held=inside.held)
             for task in groups[number].tasks:
-                tasks[task] = replace(tasks[task], spread=None, times=inside.times, workspace=inside.workspace)
+                tasks[task] = replace(
+                    tasks[task],
+                    spread=None,
+                    times=inside.times,
+                    launches=inside.launches,
+                    workspace=inside.workspace,
+                )
         problem = replace(self.problem, tasks=tasks, groups=groups)
         kept = search(problem)
         if kept.overflow > solution.overflow or solution.span <= GAIN * kept.span:
@@ -180,20 +213,23 @@ class PlacementLevel:
         if isinstance(inside, Whole):
             group = self._find_group(node, inside.allowed, ())
             self.problem.groups[group].held = inside.held
-            task = Task(group=group, times=inside.times, workspace=inside.workspace)
+            task = Task(group=group, times=inside.times, launches=inside.launches, workspace=inside.workspace)
         else:
             needed = {
                 self.index[tensor]: device
                 for tensor, device in zip(node.inputs, inside.inputs, strict=True)
                 if tensor in self.index
             }
-            spread = Spread(loads=inside.loads, span=inside.span, inputs=needed, outputs=inside.outputs)
+            spread = Spread(
+                loads=inside.loads, hosts=inside.hosts, span=inside.span, inputs=needed, outputs=inside.outputs
+            )
             none = (0.0,) * len(self.choices.limits)
             task = Task(group=self._find_group(node, (), ()), times=none, spread=spread)
         self._add_task(node, task)
 
     def _add_task(self, node: Node, task: Task) -> None:
         values, tasks = self.problem.values, self.problem.tasks
+        task.part = self.part
         number = self._tasks[node] = len(tasks)
         self.group_of[node] = task.group
         self.problem.groups[task.group].tasks.append(number)

@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from asyncflow.compiler.placement.simulated_execution import SPREAD, Execution, Problem, Task, edges, loads, simulate
+from asyncflow.compiler.placement.simulated_execution import (
+    SPREAD,
+    Execution,
+    Problem,
+    Task,
+    edges,
+    host_loads,
+    loads,
+    simulate,
+)
 
 GAIN = 0.9
 """Largest share of the time on one device for which spreading tasks pays."""
@@ -68,6 +77,7 @@ def search(problem: Problem) -> Solution:
         # What looks good task by task may use a slow device, or one too many.
         on_fewer = _Greedy(problem, fewer).run()
         found += [on_fewer, *_pipelines(problem, on_fewer, sorted(fewer))]
+    # The one with the fewest transfers is improved first, as large problems have no room for a second.
     found.sort(key=lambda solution: solution.cost)
     found = _improved(problem, [_with_fewest_crossings(found), *found])
     best = _with_fewest_crossings(found)
@@ -101,10 +111,12 @@ def _evaluated(problem: Problem, devices: list[int], like: Solution | None = Non
 def _added(problem: Problem, devices: Sequence[int]) -> float:
     """The time that the later part of the tasks adds in the long run, when pipelines are full.
 
-    That is the most work it gives to a device, or the way its tasks have to go one after the other.
+    It is the most work of a device or a thread of the host, or the longest way of tasks one after the other.
     """
     first, both = (simulate(problem, devices, n, contend=False)[0] for n in (problem.first_part, None))
-    return max(*loads(problem, devices, problem.first_part), both - first)
+    # The host is one resource more: a loop goes no faster than its thread launches it.
+    part = problem.first_part
+    return max(*loads(problem, devices, part), *host_loads(problem, devices, part), both - first)
 
 
 def _fewer(problem: Problem) -> Iterator[frozenset[int]]:
@@ -141,6 +153,7 @@ def _gathered(problem: Problem, greedy: Solution) -> Solution:
         if best is None or tried.cost < best.cost:
             best = tried
     assert best is not None
+    # The reasons of nodes say so.
     best.is_gathered = True
     return best
 
@@ -162,6 +175,7 @@ def _pipelines(problem: Problem, greedy: Solution, usable: Sequence[int]) -> Ite
             if usable[stage] in problem.groups[index].allowed:
                 devices[index] = usable[stage]
         yield _evaluated(problem, devices, greedy)
+        # Fewer stages have fewer transfers, and may be as quick where one of them is the longest anyway.
         n_stages //= 2
 
 
@@ -176,6 +190,7 @@ def _improved(problem: Problem, starts: Sequence[Solution]) -> list[Solution]:
     ends = [starts[0]]
     seen: list[list[int]] = []
     for start in starts:
+        # Greedy placements of fewer devices are often the same.
         if start.devices in seen:
             continue
         seen.append(start.devices)
@@ -196,6 +211,7 @@ def _moved(problem: Problem, start: Solution, group: int) -> Solution:
     """The best placement with one group elsewhere, if it is better."""
     best = start
     for device in problem.groups[group].allowed:
+        # A move that gains less may be taken back by the next one.
         if device != start.devices[group]:
             devices = start.devices.copy()
             devices[group] = device

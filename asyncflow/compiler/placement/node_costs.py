@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from asyncflow.compiler.placement.simulated_execution import NO_HOSTS, Hosts
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.program.kernels.work import assumed, flops_of, makes_what_it_is_told
+from asyncflow.compiler.program.kernels.kernels import is_host_spec
+from asyncflow.compiler.program.kernels.work import assumed, flops_of, launch_of, makes_what_it_is_told
+from asyncflow.devices.figures.host import NO_TIMES, HostTimes
 from asyncflow.devices.machine.cost import NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -20,6 +24,9 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values.shapes import Shape, is_static, size_of
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Value
+
+if TYPE_CHECKING:
+    from asyncflow.devices.figures.host import Launch
 
 NS_PER_ELEMENT = 1.0
 NS_PER_DRAW = 40.0
@@ -57,6 +64,31 @@ class NodeCosts:
         self.devices = devices
         self.measured = measured
         self._transfers: dict[tuple[float, int, int], float] = {}
+        launching = [device.asynchronous for device in devices]
+        self._hosts = [NO_TIMES if each is None else each.host_times for each in launching]
+        drivers = list(dict.fromkeys(each.host_times.driver for each in launching if each is not None))
+        self._threads = [None if each is None else drivers.index(each.host_times.driver) for each in launching]
+        self._fusing = [device.capabilities.runs_regions for device in devices]
+        self._nothing, self._none = (0.0,) * len(devices), [None] * len(devices)
+
+    def hosts(self, *, is_root: bool) -> Hosts:
+        """The threads of the host that launch for the devices, in the root of a program or in a body."""
+        threads = {thread for thread in self._threads if thread is not None}
+        if not threads:
+            return NO_HOSTS
+        return Hosts(
+            count=len(threads),
+            of=self._threads,
+            opening=[host.region_ns + is_root * host.run_ns for host in self._hosts],
+            sending=[host.send_ns for host in self._hosts],
+        )
+
+    def launches(self, node: Node) -> tuple[float, ...]:
+        """The ns that launching one firing takes the host for each device; 0 on a device that computes by itself."""
+        if node.op in _FREE or node.op.kernel is None or self._threads == self._none:
+            return self._nothing
+        call = _call_of(node, self.work(node)[0])
+        return tuple([_host_ns(host, call, fuses) for host, fuses in zip(self._hosts, self._fusing, strict=True)])
 
     def times(self, node: Node) -> tuple[float, ...]:
         """The ns of one firing on each device; 0 for what only hands values on."""
@@ -93,6 +125,33 @@ class NodeCosts:
         if found is None:
             found = self._transfers[key] = self.devices[source].transfer_ns(nbytes, self.devices[target])
         return found
+
+
+_HostWork: TypeAlias = "Launch | Literal['step', 'view', 'fused']"
+
+
+def _call_of(node: Node, flops: float) -> _HostWork:
+    """Return the work of the host for one firing where nothing is interpreted."""
+    if all(is_host_spec(tensor.spec) for tensor in node.outputs):
+        return "step"
+    if flops == 0.0:
+        return "view"
+    made = node.outputs[0]
+    if node.op.rows == "elementwise" and any(
+        tensor.node.op.rows == "elementwise" and tensor.shape == made.shape for tensor in node.inputs
+    ):
+        return "fused"  # with the node before it, which is launched
+    return launch_of(node)
+
+
+def _host_ns(host: HostTimes, call: _HostWork, fuses: bool) -> float:
+    if call == "step":
+        return host.step_ns
+    if call == "view":
+        return host.view_ns
+    if call == "fused":
+        return 0.0 if fuses else host.launch_ns["launch"]
+    return host.launch_ns[call]
 
 
 def tensor_nbytes(tensor: Tensor) -> float:

@@ -131,12 +131,14 @@ class _ContentSummary:
 
     Attributes:
         times: ns of all they do on each device.
+        launches: ns of launching all of it on each device.
         once: ns of all of them, each once, on its fastest device.
         is_small: none of them has much to do.
         peak: bytes live at a time.
     """
 
     times: list[float]
+    launches: list[float]
     once: float = 0.0
     is_small: bool = True
     peak: float = 0.0
@@ -165,12 +167,12 @@ class _Placer:
             asked = self.choices.asked_reason
             light = "all the work there is takes less time than sharing it"
             return dict.fromkeys(nodes, common[0]), {node: asked(node) or light for node in nodes}
-        level = self.level()
+        level = self.level(is_root=True)
         level.add_graph(self.graph)
         return self.outcome(level, level.solve())
 
-    def level(self, counters: Mapping[Node, int] = _NO_COUNTERS) -> PlacementLevel:
-        return PlacementLevel(self.choices, self.costs, self.inside, counters)
+    def level(self, counters: Mapping[Node, int] = _NO_COUNTERS, *, is_root: bool = False) -> PlacementLevel:
+        return PlacementLevel(self.choices, self.costs, self.inside, counters, is_root)
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
@@ -183,7 +185,13 @@ class _Placer:
         if common:
             own = tuple(device for device in self.choices.allowed(node) if device in common)
             held = self.choices.held(inner)
-            whole = Whole(allowed=own or common, times=summary.times, workspace=summary.peak, held=held)
+            whole = Whole(
+                allowed=own or common,
+                times=summary.times,
+                launches=summary.launches,
+                workspace=summary.peak,
+                held=held,
+            )
             if self.fits(whole) and summary.is_light:
                 return whole
         if isinstance(node, WhileNode):
@@ -192,7 +200,7 @@ class _Placer:
             split = self.split_cond(node, home)
         if whole is None or not self.fits(whole):
             return split
-        together = min(whole.times[device] for device in whole.allowed)
+        together = min(map(whole.on, whole.allowed))
         return whole if split.span > GAIN * together else replace(split, whole=whole)
 
     def fits(self, whole: Whole) -> bool:
@@ -215,6 +223,7 @@ class _Placer:
         n_iterations = max(1, min(node.parallel_iterations, _OVERLAPPING, _MOST_UNROLLED // n_nodes))
         variables = values[:n_vars]
         for iteration in range(n_iterations):
+            level.part = iteration
             level.add_graph(condition)
             level.gate = level.task(condition.results[0])
             level.add_graph(body)
@@ -242,14 +251,15 @@ class _Placer:
         outputs = [level.device_of(variable, solution) for variable in variables]
         needed = [*outputs, *(level.needed_on(value, solution) for value in values[n_vars:])]
         loads = [ASSUMED_ITERATIONS / n_iterations * load for load in level.loads(solution)]
+        hosts = [ASSUMED_ITERATIONS / n_iterations * load for load in level.host_loads(solution)]
         span = ASSUMED_ITERATIONS / counted * solution.span
-        return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
+        return Split(where=where, why=why, loads=loads, hosts=hosts, span=span, inputs=needed, outputs=outputs)
 
     def split_cond(self, node: StructuredNode, home: Callable[[Tensor], int | None]) -> Split:
         where: dict[Node, int] = {}
         why: dict[Node, str] = {}
         span = 0.0
-        loads = [0.0] * len(self.choices.limits)
+        loads, hosts = [0.0] * len(self.choices.limits), [0.0] * self.costs.hosts(is_root=False).count
         needed: list[int | None] = [None] * len(node.inputs)
         outputs: list[int | None] = []
         # The results are where the true branch has them: `outputs` of the last one placed.
@@ -267,21 +277,26 @@ class _Placer:
             # Only one branch runs, and no estimate says which: the longer one counts, on each device.
             span = max(span, solution.span)
             loads = [max(pair) for pair in zip(loads, level.loads(solution), strict=True)]
+            hosts = [max(pair) for pair in zip(hosts, level.host_loads(solution), strict=True)]
             for position, value in enumerate(values, start=1):
                 device = level.needed_on(value, solution)
                 needed[position] = needed[position] if device is None else device
             outputs = [level.device_of(level.index[result], solution) for result in branch.results]
-        return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
+        return Split(where=where, why=why, loads=loads, hosts=hosts, span=span, inputs=needed, outputs=outputs)
 
     # -- estimates -----------------------------------------------------------------------------------------------
 
     def summary(self, node: StructuredNode) -> _ContentSummary:
         if node not in self.summaries:
             parts = [self.summarize(body) for body in node.subgraphs]
-            pairs = zip(*(part.times for part in parts), strict=True)
             is_loop = isinstance(node, WhileNode)
+
+            def in_all(pairs: Iterable[Sequence[float]]) -> list[float]:
+                return [ASSUMED_ITERATIONS * sum(ns) if is_loop else max(ns) for ns in pairs]
+
             self.summaries[node] = _ContentSummary(
-                times=[ASSUMED_ITERATIONS * sum(times) if is_loop else max(times) for times in pairs],
+                times=in_all(zip(*(part.times for part in parts), strict=True)),
+                launches=in_all(zip(*(part.launches for part in parts), strict=True)),
                 once=sum(part.once for part in parts),
                 is_small=all(part.is_small for part in parts),
                 peak=max(part.peak for part in parts),
@@ -290,19 +305,22 @@ class _Placer:
 
     def summarize(self, graph: Graph) -> _ContentSummary:
         """The summary of a graph's nodes, with all that is in them."""
-        summary = _ContentSummary([0.0] * len(self.choices.limits))
+        none = [0.0] * len(self.choices.limits)
+        summary = _ContentSummary(none, none)
         for node in graph.nodes:
             if isinstance(node, StructuredNode):
                 inner = self.summary(node)
                 times: Sequence[float] = inner.times
+                launches: Sequence[float] = inner.launches
                 summary.once += inner.once
                 summary.is_small = summary.is_small and inner.is_small
             else:
-                times = self.costs.times(node)
+                times, launches = self.costs.times(node), self.costs.launches(node)
                 fastest = min(times)
                 summary.once += fastest
                 summary.is_small = summary.is_small and (fastest == 0.0 or self.costs.is_small(node))
             summary.times = [total + time for total, time in zip(summary.times, times, strict=True)]
+            summary.launches = [total + time for total, time in zip(summary.launches, launches, strict=True)]
         if self.is_limited:
             summary.peak = self.peak(graph)
         return summary

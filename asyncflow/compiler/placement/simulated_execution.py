@@ -2,6 +2,10 @@
 
 Each device runs its tasks one by one, in the order in which they become ready. A value goes once to each device that
 needs it, as soon as it exists: the runtime does the same.
+
+Tasks of cards are launched by a thread of the host, one after the other, and begin no earlier. That thread also sends
+values, and takes its time for every card that a run uses. All cards of a process have the same thread, so that another
+card gains nothing where it is busy all the time.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 SPREAD = -1
 """The device of a task that runs on several."""
@@ -46,12 +51,14 @@ class Spread:
 
     Attributes:
         loads: ns on each device.
+        hosts: ns of each thread of the host.
         span: ns from its start to its end, with all devices free.
         inputs: by value, the device that needs it; None if none does.
         outputs: the device of each output; None: everywhere.
     """
 
     loads: Sequence[float]
+    hosts: Sequence[float] = ()
     span: float
     inputs: dict[int, int | None]
     outputs: Sequence[int | None]
@@ -64,6 +71,8 @@ class Task:
     Attributes:
         group: tasks of one group share a device.
         times: ns on each device.
+        launches: ns of launching it on each device, by the thread that drives the device.
+        part: the iteration that it belongs to.
         inputs: values, each once.
         waits: tasks that it runs after, without taking a value.
         outputs: values.
@@ -73,6 +82,8 @@ class Task:
 
     group: int
     times: Sequence[float]
+    launches: Sequence[float] = ()
+    part: int = 0
     inputs: list[int] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
@@ -89,6 +100,26 @@ class Group:
     tasks: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Threads of the host that launch the tasks of devices.
+
+    Attributes:
+        count: of the threads.
+        of: the thread of each device; None for a device that computes by itself.
+        opening: ns of a thread for each device that has a task, in each iteration.
+        sending: ns of a thread for each value that goes from the device to another.
+    """
+
+    count: int
+    of: Sequence[int | None]
+    opening: Sequence[float]
+    sending: Sequence[float]
+
+
+NO_HOSTS: Final = Hosts(count=0, of=(), opening=(), sending=())
+
+
 @dataclass(slots=True, kw_only=True)
 class Problem:
     """Tasks in an order in which they can run, and the devices.
@@ -98,6 +129,7 @@ class Problem:
         repeats: how often what the other tasks add to the time is counted beyond once.
         limits: bytes each device may hold; None is no limit.
         transfer: ns to send a number of bytes from one device to another.
+        hosts: what launches the tasks; none where no task is launched.
         trials: maximum number of tasks simulated in all, in a search that moves one group after the other.
     """
 
@@ -107,6 +139,7 @@ class Problem:
     limits: Sequence[float | None]
     transfer: Callable[[float, int, int], float]
     trials: int
+    hosts: Hosts = NO_HOSTS
     first_part: int = 0
     repeats: float = 0.0
 
@@ -120,6 +153,7 @@ class Places:
 
     def of(self, value: Value) -> int | None:
         """The device that makes the value, or where it is from the start; None for everywhere."""
+        # A value that goes round a loop is where the iteration before has made it.
         if value.maker is None:
             if value.like is None:
                 return value.home
@@ -151,6 +185,7 @@ class LiveBytes:
     def needs(self, task: Task, device: int) -> float:
         """The bytes that the device would have to hold more while the task runs."""
         values = self.problem.values
+        # Inputs that are here already need no more; what the group holds is counted with its first task.
         more = task.workspace + sum(values[output].nbytes for output in task.outputs)
         more += sum(values[i].nbytes for i in task.inputs if device not in self.holders.get(i, ()))
         return more if task.group in self.held else more + self.problem.groups[task.group].held
@@ -174,6 +209,7 @@ class LiveBytes:
                 self.used[device] += values[index].nbytes
         for index in task.inputs:
             self.uses[index] -= 1
+            # After its last use a value is gone from every device that has it.
             if self.uses[index] == 0:
                 for holder in self.holders.pop(index):
                     self.used[holder] -= values[index].nbytes
@@ -187,6 +223,7 @@ class Execution:
         memory: None if no device has a limit.
         ends: when each task ends, in ns.
         free: when each device has ended its last task.
+        hosts: when each thread of the host has launched its last task.
     """
 
     def __init__(self, problem: Problem, devices: Sequence[int | None]) -> None:
@@ -195,6 +232,8 @@ class Execution:
         self.memory = LiveBytes(problem) if any(limit is not None for limit in problem.limits) else None
         self.ends = [0.0] * len(problem.tasks)
         self.free = [0.0] * len(problem.limits)
+        self.hosts = [0.0] * problem.hosts.count
+        self._known: set[tuple[str, int, int]] = set()
 
     def ready(self, task: Task, device: int | None) -> float:
         """Return the time at which all inputs of the task are there, if it is on `device`."""
@@ -215,10 +254,15 @@ class Execution:
         """Run the task on its group's device, once inputs and devices are ready; or at once, unless they `contend`."""
         task = self.problem.tasks[index]
         device = self.places.devices[task.group]
+        # Without contention times are those of the longest way alone.
         free = self.free if contend else [0.0] * len(self.free)
+        # Launched ahead of what it waits for: the thread is behind only where it has too much to do.
+        if self.hosts and contend:
+            ready = max(ready, self._launched(task, device))
         if task.spread is not None:
             finish = ready + task.spread.span
             for used, load in enumerate(task.spread.loads):
+                # It ends with the device that is the latest, but no earlier than with all of them free.
                 if load > 0.0:
                     free[used] = max(free[used], ready) + load
                     finish = max(finish, free[used])
@@ -228,6 +272,49 @@ class Execution:
             if self.memory is not None:
                 self.memory.run(task, device)
         self.ends[index] = finish
+
+    def _launched(self, task: Task, device: int | None) -> float:
+        """Return the time at which a thread has launched the task; of a spread task, its first part."""
+        hosts, free = self.problem.hosts, self.hosts
+        for number, more in enumerate(host_ns(self.places, task, device, self._known)):
+            free[number] += more
+        if task.spread is not None or device is None:
+            return 0.0
+        thread = hosts.of[device]
+        return 0.0 if thread is None else free[thread]
+
+
+def host_ns(places: Places, task: Task, device: int | None, known: set[tuple[str, int, int]]) -> Sequence[float]:
+    """Return the ns that each thread of the host takes for a task.
+
+    Args:
+        places: of the values.
+        task: on `device`, or spread.
+        device: None for a spread task.
+        known: the devices that were used and the values that were sent; the task's are added.
+    """
+    problem, hosts = places.problem, places.problem.hosts
+    taken = [0.0] * hosts.count if task.spread is None else list(task.spread.hosts)
+    if device is not None and task.spread is None and task.launches:
+        thread, opened = hosts.of[device], ("device", device, task.part)
+        if thread is not None:
+            # A device costs the thread a part of the run of its own, however little it computes.
+            taken[thread] += task.launches[device]
+            if opened not in known:
+                known.add(opened)
+                taken[thread] += hosts.opening[device]
+    for i in task.inputs:
+        value = problem.values[i]
+        needed = device if task.spread is None else task.spread.inputs.get(i)
+        source = places.of(value)
+        if source is None or needed is None or source == needed or ("value", i, needed) in known:
+            continue
+        # Sent once, whoever uses it there.
+        known.add(("value", i, needed))
+        thread = hosts.of[source]
+        if thread is not None:
+            taken[thread] += value.share * hosts.sending[source]
+    return taken
 
 
 def simulate(
@@ -247,6 +334,7 @@ def simulate(
     ]
     heapq.heapify(queue)
     crossings: set[tuple[int, int]] = set()
+    # The earliest first, whatever its device: all devices have one clock, and one host.
     while queue:
         ready, index = heapq.heappop(queue)
         execution.run(index, ready, contend=contend)
@@ -260,12 +348,18 @@ def simulate(
                     needed = other.spread.inputs[output] if other.spread else devices[other.group]
                     if needed is not None and source is not None and needed != source:
                         crossings.add((output, needed))
+        # A task is queued once, with the last of what it waits for.
         for user in users:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(queue, (execution.ready(tasks[user], devices[tasks[user].group]), user))
+    # A run ends no earlier than the thread that launches it.
     memory = execution.memory
-    return max(execution.ends, default=0.0), max(0.0, memory.overflow) if memory else 0.0, len(crossings)
+    return (
+        max((*execution.ends, *execution.hosts), default=0.0),
+        max(0.0, memory.overflow) if memory else 0.0,
+        len(crossings),
+    )
 
 
 def loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[float]:
@@ -276,6 +370,18 @@ def loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[floa
             total[devices[task.group]] += task.times[devices[task.group]]
         else:
             total = [load + more for load, more in zip(total, task.spread.loads, strict=True)]
+    return total
+
+
+def host_loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[float]:
+    """The ns of work of each thread of the host, of all tasks from the `first` one on."""
+    total = [0.0] * problem.hosts.count
+    # Most problems have no such thread, and a search asks often.
+    if total:
+        places, known = Places(problem, devices), set[tuple[str, int, int]]()
+        for task in problem.tasks[first:]:
+            device = None if task.spread is not None else devices[task.group]
+            total = [load + more for load, more in zip(total, host_ns(places, task, device, known), strict=True)]
     return total
 
 

@@ -54,7 +54,7 @@ def region_costs(devices: Sequence[Device]) -> RegionCosts:
     """Return the costs of regions on `devices`, as far as known beforehand; branches and loops count as infinite."""
     costs = NodeCosts(devices, {})
     launching = [device.asynchronous for device in devices if device.capabilities.runs_regions]
-    calls = {device.name: device.region_ns for device in launching if device is not None}
+    calls = {device.name: device.host_times.region_ns for device in launching if device is not None}
 
     def kernel_ns(node: Node) -> float:
         by_device = zip(devices, costs.times(node), strict=True)

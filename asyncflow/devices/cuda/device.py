@@ -80,8 +80,7 @@ class CudaDevice(Progress):
         exchange: takes arrays from other libraries, and lends them some.
     """
 
-    region_ns = DEFAULT_HOST.region_s * 1e9  # measured on the host of another card, as are these
-    launch_ns, view_ns, step_ns = DEFAULT_HOST.launch_s * 1e9, DEFAULT_HOST.view_s * 1e9, DEFAULT_HOST.step_s * 1e9
+    host_times = DEFAULT_HOST.times()  # measured on the host of another card
     swapping: CudaSwapping
 
     def __init__(

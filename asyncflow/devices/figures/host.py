@@ -8,7 +8,8 @@ A program whose launches keep it busy does not get faster with more cards.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from asyncflow.streams.sim.stream import HostClock
@@ -21,9 +22,45 @@ graphs.
 LAUNCHES: Final[tuple[Launches, ...]] = get_args(Launches)
 
 Call: TypeAlias = Literal[
-    "run", "node", "primitive", "step", "view", "region", "launch", "graph", "buffer", "copy", "event", "delivery"
-]
+    "run", "node", "primitive", "step", "view", "region", "launch", "product", "library", "graph", "buffer", "copy",
+    "transfer", "event", "delivery",
+]  # fmt: skip
 """The work of a host, by the name of its cost."""
+
+Launch: TypeAlias = Literal["launch", "product", "library"]
+"""The calls that launch a node's kernels: a kernel of its own, a product of cuBLAS, or another function of CuPy's."""
+
+
+_PRIMITIVES = 3
+"""Primitives that a loop's variable passes in an iteration: Merge, Switch and NextIteration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """Expected times of a host's thread for one device, in nanoseconds; 0 for a device that computes by itself.
+
+    Attributes:
+        driver: the thread; equal for all devices that one thread drives.
+        run_ns: starting a run on the device, and ending it.
+        send_ns: sending a value to another device.
+        region_ns: calling a region, without its kernels.
+        launch_ns: launching a node's kernels, by how they are launched.
+        view_ns: making a view of an array.
+        step_ns: a number that the host computes, or a value that is saved or found again.
+        variable_ns: handing a loop's variable on to the next iteration.
+    """
+
+    driver: Hashable
+    run_ns: float = 0.0
+    send_ns: float = 0.0
+    region_ns: float = 0.0
+    launch_ns: Mapping[Launch, float]
+    view_ns: float = 0.0
+    step_ns: float = 0.0
+    variable_ns: float = 0.0
+
+
+NO_TIMES: Final = HostTimes(driver="the host", launch_ns={"launch": 0.0, "product": 0.0, "library": 0.0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +78,15 @@ class Host:
         step_s: a number that a region computes on the host, or a value that it saves or finds again.
         view_s: an array that looks into another, made by a region.
         region_s: calling a region.
-        launch_s: launching a kernel.
+        launch_s: launching a kernel: one of elementwise operations, fused or not.
+        product_s: launching a product of matrices.
+        library_s: calling another function of CuPy's, such as a sum, a mean or a concatenation.
         graph_s: calling a region that is a CUDA graph.
         buffer_s: copying a value to or from a buffer of a CUDA graph.
         copy_s: giving a copy to a stream, with all that keeps its memory until it is done.
         event_s: letting a stream wait for another.
         delivery_s: hearing that something is done, and telling whoever waits.
+        wake_s: latency from the end of something until the thread hears of it, in which it is free for other work.
         source: where the figures come from.
     """
 
@@ -61,17 +101,53 @@ class Host:
     view_s: float
     region_s: float
     launch_s: float
+    product_s: float
+    library_s: float
     graph_s: float
     buffer_s: float
     copy_s: float
     event_s: float
     delivery_s: float
+    wake_s: float = 0.0
     source: str = ""
+
+    @property
+    def transfer_s(self) -> float:
+        """The time of copying a value from one device to another, of which the thread hears on both sides."""
+        return self.copy_s + 2 * self.wake_s
 
     @property
     def swap_s(self) -> float:
         """The time of having a saved value move: ordering the copy, giving it to a stream, and hearing of its end."""
         return self.event_s + self.copy_s + self.delivery_s
+
+    def times(self, driver: Hashable = "the host") -> HostTimes:
+        """Return the times of regions for a device that `driver` drives."""
+        return HostTimes(
+            driver=driver,
+            run_ns=self.run_s * 1e9,
+            send_ns=(self.transfer_s + self.delivery_s + 2 * self.node_s) * 1e9,
+            region_ns=self.region_s * 1e9,
+            launch_ns={call: self.cost_s(call) * 1e9 for call in get_args(Launch)},
+            view_ns=self.view_s * 1e9,
+            step_ns=self.step_s * 1e9,
+        )
+
+    def times_of_nodes(self, driver: Hashable) -> HostTimes:
+        """Return the times where each node is interpreted; see `times`."""
+        node_ns = self.node_s * 1e9
+        return replace(
+            self.times(driver),
+            region_ns=0.0,
+            launch_ns={call: self.cost_s(call) * 1e9 + node_ns for call in get_args(Launch)},
+            view_ns=node_ns,
+            step_ns=node_ns,
+            variable_ns=_PRIMITIVES * self.primitive_s * 1e9,
+        )
+
+    def times_of_graphs(self, driver: Hashable) -> HostTimes:
+        """Return the times where regions are CUDA graphs, of whose nodes none takes the host any; see `times`."""
+        return replace(self.times(driver), launch_ns=NO_TIMES.launch_ns, view_ns=0.0, step_ns=0.0)
 
     def cost_s(self, call: Call) -> float:
         """The time of one call."""
@@ -79,7 +155,7 @@ class Host:
         return seconds
 
 
-COSTS: Final = tuple(field.name for field in fields(Host) if field.name.endswith("_s"))
+COSTS: Final = tuple(f"{call}_s" for call in get_args(Call))
 """The names of the costs of a `Host`."""
 
 

@@ -11,12 +11,13 @@ cannot be right for every shape: that is what measured costs are for.
 - Links: PCIe 0.80 (headers, and payloads of 256 bytes); NVLink 0.90 (`p2pBandwidthLatencyTest` of the CUDA samples
   shows 18.3 of 20 GB/s on P100 and 47.9 of 50 GB/s on V100 in Dell's comparison of the two); networks 0.90.
 
-A time that no datasheet has, the same for every NVIDIA card: ``kernel_s`` 2 µs. NVIDIA's "Getting Started with CUDA
-Graphs" measures 2.9 µs for a kernel of half a million elements on V100; the smallest are a little shorter.
+Times that no datasheet has are the same for every NVIDIA card: ``kernel_s`` 2 µs, and two below. NVIDIA's "Getting
+Started with CUDA Graphs" measures 2.9 µs for a kernel of half a million elements on V100; the smallest are a little
+shorter.
 
-Hosts are no cards: the launching thread's time for each activity was fitted to times measured on this runtime by
-``python -m benchmarks.host_costs``, on the date next to it. The figures are a second fit, to the third such run, after
-a change in counting graphs: a captured region counts only as a call of a graph, no longer as a call of a region too.
+Hosts are no cards: the launching thread's time for each activity was fitted to real runs on an H100. The table in
+`docs/gpu/README.md` says from which figure each cost is, and compares simulated with measured times
+(``python -m benchmarks.gpu_model``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,19 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from asyncflow.devices.figures.host import Host
+
+_GRAPH_NODE_S = 1.5e-6
+"""Between two nodes of a CUDA graph: until it is measured, what others report for small kernels."""
+
+_RAMP_S = 8e-6
+"""The time that products of cuBLAS take beyond their operations at the full rate. One multiprocessor computes a block
+of the result, and small results have fewer blocks than a card has multiprocessors. It is not measured yet.
+
+JAX's training step of an LSTM on the H100, five products a step in 127 µs with all else, allows for 18 µs a product.
+"""
+
+_FULL_RAMP_FLOPS = 2.0 * 64 * 64 * 512
+"""Operations of such a block; a product of fewer takes less of the ramp."""
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -46,6 +60,8 @@ class Card:
         kernel_s: the shortest time a kernel occupies a stream.
         copy_engines: how many copies run at once; with 1, copies in and out take turns.
         source: where the figures come from.
+        ramp_s: time that a product takes beyond its operations, so that small ones have a lower rate.
+        graph_node_s: time between two nodes of a CUDA graph, in which the stream is idle.
     """
 
     name: str
@@ -55,6 +71,8 @@ class Card:
     kernel_s: float
     copy_engines: int
     source: str = ""
+    ramp_s: float = 0.0
+    graph_node_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +123,8 @@ def _nvidia(
         kernel_s=2e-6,
         copy_engines=2,
         source=f"{source}: {tflops} TFLOPS float32 × {matmul:.2f}, {gigabytes_per_s} GB/s × {memory:.2f}",
+        ramp_s=_RAMP_S,
+        graph_node_s=_GRAPH_NODE_S,
     )
 
 
@@ -171,21 +191,26 @@ HOSTS: Mapping[str, Host] = {
         Host(
             name="asyncflow",
             summary="this runtime, one Python thread for all devices",
-            run_s=160e-6,
-            node_s=7.8e-6,
+            # A run kept a processor busy for 160 µs, and took 1 ms besides its kernels: part of it may be waiting.
+            run_s=500e-6,
+            node_s=7e-6,
             primitive_s=1e-6,
-            step_s=0.25e-6,
-            view_s=12e-6,
-            region_s=94e-6,
-            launch_s=28e-6,
+            step_s=0.15e-6,
+            view_s=18e-6,
+            region_s=75e-6,
+            launch_s=27e-6,
+            product_s=36e-6,
+            library_s=78e-6,
             graph_s=12e-6,
             buffer_s=23e-6,
             copy_s=64e-6,
             event_s=3.2e-6,
             delivery_s=14e-6,
-            source="a refit of the times of the third benchmarks.host_costs of 2026-11-22, with captured "
-            "regions counted as graphs only: Python 3.12, CuPy 14.2, NVIDIA H100 in a virtual machine on an Intel "
-            "Xeon; a second machine gave 1.5 times as much for a launch, and 0.7 of it for a region",
+            # Beside an idle loop; a busy one hears after 5 ms, which depends on what else it does.
+            wake_s=68e-6,
+            source="fitted by python -m benchmarks.gpu_model to the runs of 2026-11-22 and 2026-11-28 in docs/gpu, and "
+            "to benchmarks.host_costs of 2026-11-22 where these say nothing: Python 3.12, CuPy 14.2, NVIDIA H100 in a "
+            "virtual machine on an Intel Xeon; docs/gpu/README.md says which row each cost is from",
         ),
         # No such runtime exists: it is what the experiments of EuroSys '18 ran on, as far as they say, with TensorFlow
         # 1's costs as measured in docs/performance_tables.md where there are any.
@@ -201,6 +226,8 @@ HOSTS: Mapping[str, Host] = {
             view_s=0.2e-6,
             region_s=1e-6,
             launch_s=4e-6,
+            product_s=4e-6,
+            library_s=4e-6,
             graph_s=5e-6,
             buffer_s=1e-6,
             copy_s=5e-6,
@@ -307,8 +334,15 @@ def work_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
 
 
 def kernel_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
-    """Return the time for which a kernel occupies a stream of `card`: its work, or the shortest possible time."""
-    return max(round(card.kernel_s * _GIGA), work_ns(card, flops, nbytes, itemsize))
+    """Return the time for which a kernel occupies a stream of `card`: its work, or the shortest possible time.
+
+    A kernel that is bound by arithmetic is a product: it also takes the card's ``ramp_s``, in which others may run.
+    """
+    taken_ns = work_ns(card, flops, nbytes, itemsize)
+    # Elementwise operations and sums are bound by memory, however large: only products reach this.
+    if card.ramp_s and flops * card.bytes_per_s >= nbytes * card.flops_per_s:
+        taken_ns += round(card.ramp_s * _GIGA * min(1.0, flops / _FULL_RAMP_FLOPS))
+    return max(round(card.kernel_s * _GIGA), taken_ns)
 
 
 def _add_link(links: dict[str, Link], link: Link, text: str) -> None:

@@ -356,15 +356,21 @@ class SimDevice(Timeline):
         return event
 
     def copied_in(
-        self, data: Array | None, dtype: DType, shape: tuple[int, ...], name: str, after: SimEvent | None
+        self,
+        data: Array | None,
+        dtype: DType,
+        shape: tuple[int, ...],
+        name: str,
+        after: SimEvent | None,
+        call: Literal["copy", "transfer"] = "copy",
     ) -> SimArray:
-        """An array of the host on the device, copied on ``h2d``."""
+        """An array of the host on the device, copied on ``h2d``; `call` is what the host does for it."""
         self._own_memory(self.h2d)
         if after is not None:
             self.order(self.h2d, (after,))
         nbytes = math.prod(shape) * dtype.itemsize
         lanes = (self._engine_in, self.machine.lane(f"host to {self.name}"))
-        event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name)
+        event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name, call)
         return self._filled(data, dtype, shape, event, name)
 
     def through_disk(self, nbytes: int, name: str, after: SimEvent | None = None) -> SimEvent:
@@ -383,14 +389,15 @@ class SimDevice(Timeline):
         link = machine.spec.peer_link
         if link is None or not (self._is_card and source._is_card):
             out = source.copy_out(value)
-            return self.copied_in(data, value.dtype, value.shape, value.name, after=out)
+            # One of the two copies counts as the way between devices: it has their event, their memory, their message.
+            return self.copied_in(data, value.dtype, value.shape, value.name, out, "transfer")
         source._pack(value)
         self._own_memory(self.peer)
         self.settle_on(self.peer, value)
         self.order(self.peer, (value.written,))
         lanes = (self._engine_in, machine.lane(f"{source.name} to {self.name}"))
         seconds = link.latency_s + value.nbytes / link.bytes_per_s
-        event = self._copy(self.peer, lanes, seconds, value.nbytes, value.name)
+        event = self._copy(self.peer, lanes, seconds, value.nbytes, value.name, "transfer")
         source._read(value, event)
         return self._filled(data, value.dtype, value.shape, event, value.name)
 
@@ -412,9 +419,17 @@ class SimDevice(Timeline):
         self.thread.spend("event")
         stream.wait(self.compute.end())
 
-    def _copy(self, stream: SimStream, lanes: Sequence[CopyLane], seconds: float, nbytes: int, name: str) -> SimEvent:
+    def _copy(
+        self,
+        stream: SimStream,
+        lanes: Sequence[CopyLane],
+        seconds: float,
+        nbytes: int,
+        name: str,
+        call: Literal["copy", "transfer"] = "copy",
+    ) -> SimEvent:
         duration_ns = self.machine.duration_ns(seconds)
-        ready_ns = stream.ready_ns(self.thread.spend("copy"))
+        ready_ns = stream.ready_ns(self.thread.spend(call))
         event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)
         for lane in lanes:
             lane.occupy(event.started_ns, event.time_ns, self.machine.now_ns())

@@ -367,7 +367,9 @@ class SimLauncher:
             is_wide = is_wide or array.dtype in WIDE
             if array.storage.pool is not stream:
                 elsewhere.append(array.storage)
-        event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name, fired=not info.in_region)
+        event = device.launch_kernel(
+            stream, flops, nbytes, is_wide, info.name, fired=not info.in_region, launch=info.launch
+        )
         for array in arrays:
             array.storage.read_by(event)
         if elsewhere:

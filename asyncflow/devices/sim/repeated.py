@@ -192,7 +192,7 @@ class ComputeLauncher(SimLauncher):
             for array in arrays:
                 landing.pop(array.storage.written, None)
         info = self._info
-        event = device.launch_for(stream, known.seconds, known.work_ns, info.name, not info.in_region)
+        event = device.launch_for(stream, known.seconds, known.work_ns, info.name, not info.in_region, info.launch)
         return event
 
     def _place(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal, overload
 from weakref import WeakValueDictionary
 
-from asyncflow.devices.figures.host import Call
+from asyncflow.devices.figures.host import Call, Launch
 from asyncflow.devices.figures.presets import CARDS, Card, kernel_ns, work_ns
 from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span, Spans
 from asyncflow.devices.sim.machine import SimMachine
@@ -16,9 +16,6 @@ from asyncflow.streams.sim.stream import SimEvent, SimStream
 from asyncflow.values import Value
 
 _NS_PER_S = 1e9
-
-_PRIMITIVES = 3
-"""Primitives that a loop's variable passes in an iteration: Merge, Switch and NextIteration."""
 
 
 class NotedSpans(Sequence[Span]):
@@ -80,20 +77,14 @@ class Timeline(LaunchingDevice[SimStream]):
             captures="never" if not runs_regions else "always" if machine.launches == "graphs" else "asked",
         )
         super().__init__(kind, index, capabilities, compute_streams)
-        driver = machine.driver
-        self.region_ns = driver.region_s * _NS_PER_S
-        if not runs_regions:
-            self.launch_ns = (driver.launch_s + driver.node_s) * _NS_PER_S
-            self.view_ns = self.step_ns = driver.node_s * _NS_PER_S
-            self.variable_ns = _PRIMITIVES * driver.primitive_s * _NS_PER_S
-        elif machine.launches != "graphs":
-            self.launch_ns, self.view_ns = driver.launch_s * _NS_PER_S, driver.view_s * _NS_PER_S
-            self.step_ns = driver.step_s * _NS_PER_S
         if not self._is_card:
             self.handover_ns = LogicalDevice.handover_ns
         self.machine = machine
         self.card: Card = machine.spec.cards[index] if self._is_card else CARDS["cpu"]
         self.thread = machine.thread_of(self.name, index)
+        host = machine.driver
+        of_kernels = host.times_of_graphs if machine.launches == "graphs" else host.times
+        self.host_times = (of_kernels if runs_regions else host.times_of_nodes)(self.thread)
         self.make_streams(lambda name: SimStream(name, machine.host), "peer")
         self.peer = self._streams["peer"]
         self._roles = {stream: role for role, stream in self._streams.items()}
@@ -131,28 +122,39 @@ class Timeline(LaunchingDevice[SimStream]):
         array.followers = (*array.followers, stream)
 
     def launch_kernel(
-        self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str, fired: bool = True
+        self,
+        stream: SimStream,
+        flops: float,
+        nbytes: int,
+        is_wide: bool,
+        name: str,
+        fired: bool = True,
+        launch: Launch = "launch",
     ) -> SimEvent:
         """Launch a kernel of this cost on a compute stream; `fired` if a node was interpreted for it alone.
 
         Kernels of several streams share the card: each begins when the work of earlier ones is done. The rest of a
         kernel that lasts longer than its work, because of the shortest kernel time, overlaps.
         """
-        return self.launch_for(stream, *self.cost(flops, nbytes, is_wide), name, fired)
+        return self.launch_for(stream, *self.cost(flops, nbytes, is_wide), name, fired, launch)
 
     def cost(self, flops: float, nbytes: int, is_wide: bool) -> tuple[float, int]:
         """Return the seconds that a kernel takes without jitter, and the nanoseconds of work in that."""
         card, itemsize = self.card, 8 if is_wide else 4
         return kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S, work_ns(card, flops, nbytes, itemsize)
 
-    def launch_for(self, stream: SimStream, seconds: float, taken_ns: int, name: str, fired: bool) -> SimEvent:
+    def launch_for(
+        self, stream: SimStream, seconds: float, taken_ns: int, name: str, fired: bool, launch: Launch
+    ) -> SimEvent:
         """Launch a kernel of known `cost`; see `launch_kernel`."""
         machine = self.machine
         duration_ns = machine.duration_ns(seconds) if machine.jitter else round(seconds * _NS_PER_S)
-        if fired or not self._is_card or self._graph_ns is not None:
-            earliest_ns = self._launched_ns(fired)
+        if self._graph_ns is not None:
+            earliest_ns = max(self._graph_ns, stream.free_at_ns + round(self.card.graph_node_s * _NS_PER_S))
+        elif fired or not self._is_card:
+            earliest_ns = self._launched_ns(fired, launch)
         else:
-            earliest_ns = self.thread.spend("launch")
+            earliest_ns = self.thread.spend(launch)
         if earliest_ns < self._card_free_ns:
             earliest_ns = self._card_free_ns
         event = stream.launch(duration_ns, earliest_ns, name)
@@ -161,15 +163,11 @@ class Timeline(LaunchingDevice[SimStream]):
             self._note(name, self._roles[stream], event.started_ns, event.time_ns)
         return event
 
-    def _launched_ns(self, fired: bool) -> int:
-        """Return the time at which the host has launched a kernel now; in a graph, at which it has launched the
-        graph.
-        """
-        if self._graph_ns is not None:
-            return self._graph_ns
+    def _launched_ns(self, fired: bool, launch: Launch) -> int:
+        """Return the time at which the host has launched a kernel now, outside of graphs."""
         if fired:
             self.thread.spend("node")
-        return self.thread.spend("launch") if self._is_card else self.dispatched_ns
+        return self.thread.spend(launch) if self._is_card else self.dispatched_ns
 
     def run_on_host(self, name: str, call: Call = "node") -> None:
         """Let the host spend time on a node without a launch."""
@@ -238,6 +236,13 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def _told(self, call: Callable[..., object], *args: Value) -> None:
         """Call a function once the host has had time to notice the event."""
+        wake_ns = round(self.machine.driver.wake_s * _NS_PER_S)
+        if wake_ns:
+            self.machine.loop.call_at_ns(self.machine.now_ns() + wake_ns, self._heard, call, *args)
+        else:
+            self._heard(call, *args)
+
+    def _heard(self, call: Callable[..., object], *args: Value) -> None:
         self._call_at(self.thread.spend("delivery"), call, *args)
 
     def _call_at(self, when_ns: int, call: Callable[..., object], *args: Value) -> None:

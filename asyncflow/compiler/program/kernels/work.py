@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from asyncflow.errors import told
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import host_inputs
 from asyncflow.graph.values.shapes import Shape, is_static
+from asyncflow.ops.arrays.manipulation import CONCAT, STACK
+from asyncflow.ops.derivatives.shapes import SUM_TO
+from asyncflow.ops.matrices.products import EINSUM, MATMUL, TENSORDOT, VECDOT
+
+if TYPE_CHECKING:
+    from asyncflow.devices.figures.host import Launch
 
 ASSUMED_EXTENT = 256
+
+_PRODUCTS: Final = frozenset({MATMUL, TENSORDOT, VECDOT, EINSUM})
+_OF_CUPY: Final = frozenset({CONCAT, STACK, SUM_TO})
 
 
 def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float | None:
@@ -36,6 +46,15 @@ def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[
                 stacklevel=2,
             )
         return None
+
+
+def launch_of(node: Node) -> Launch:
+    """Return the way in which a card launches `node`: what that takes the host depends on it."""
+    op = node.op
+    if op in _PRODUCTS:
+        return "product"
+    # Reductions, scans and sorts go through CuPy's own functions, which look at much before they launch anything.
+    return "library" if op.rows in ("axes", "axis", "matrices") or op in _OF_CUPY else "launch"
 
 
 def makes_what_it_is_told(node: Node) -> bool:
