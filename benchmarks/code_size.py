@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 11_865,
     "asyncflow/runtime/": 10_915,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_150,
+    "asyncflow/devices/": 8_280,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_585,
@@ -50,11 +50,11 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 64_025
+TOTAL: Final = 64_155
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 950,
-    "steps that a card captures": 425,
+    "steps that a card captures": 295,
     "native code": 2_500,
     "the profiler": 2_200,
     "several hosts": 900,

@@ -10,10 +10,12 @@ Real and simulated cards share these rules. How a graph is made and launched is 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, MutableSet, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Lock
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -43,6 +45,11 @@ _NO_STOP = 1 << 62
 
 _LARGEST_KEY = 64
 """Elements of a host array that may be part of a key."""
+
+_LEAST_PATIENCE, _GROWTH, _MOST_PATIENCE = 8, 4, 2_048
+"""Calls before a graph is captured again that had to give way, the factor for each further time, and their limit."""
+
+_launches = itertools.count(1)
 
 Graph = TypeVar("Graph")
 Result = TypeVar("Result")
@@ -166,22 +173,61 @@ def host_key(value: Value) -> Hashable:
     return (type(value), value) if isinstance(value, int | str | bytes) else None
 
 
+class GivesWay(Protocol):
+    """Graphs that can be made again, and go where memory is short; see `GraphCache`."""
+
+    used: int
+
+    @property
+    def may_give_way(self) -> bool:
+        """True if some can go now."""
+
+    def give_way(self) -> None:
+        """Forget them."""
+
+
 class GraphCache(Generic[Graph]):
     """The graphs of a region or loop by their keys, and for each key by their places.
 
     Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graphs: one, unless variables have
     changed their places.
+
+    Attributes:
+        used: a number that grows with each launch of a graph of any cache.
     """
 
-    __slots__ = ("_capturing", "_complete", "_found", "_has_other_inputs", "_label", "_refusal", "_warm_ups")
+    __slots__ = (
+        "__weakref__",
+        "_capturing",
+        "_complete",
+        "_found",
+        "_has_given_way",
+        "_has_other_inputs",
+        "_label",
+        "_launching",
+        "_refusal",
+        "_warm_ups",
+        "used",
+    )
 
-    def __init__(self, label: str, warm_ups: int | None = None) -> None:
+    def __init__(self, label: str, among: MutableSet[GivesWay] | None = None, warm_ups: int | None = None) -> None:
+        """Begin without graphs.
+
+        Args:
+            label: of the region or loop.
+            among: the caches of a device, which have to give way when its memory is short.
+            warm_ups: calls before the capture; None for `WARM_UPS`.
+        """
         self._label = label
         self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
         self._found: dict[Hashable, int | dict[Hashable, Graph]] = {}
         self._complete: set[Hashable] = set()  # keys whose next graph has found no room
         self._refusal = ""
-        self._has_other_inputs = self._capturing = False
+        self._has_other_inputs = self._has_given_way = False
+        self._capturing = self._launching = False
+        self.used = 0
+        if among is not None:
+            among.add(self)
 
     def __str__(self) -> str:
         """Say how many graphs there are by now, or why there will be none."""
@@ -190,7 +236,8 @@ class GraphCache(Generic[Graph]):
         # A key that has been seen, and has no graph yet, is a number.
         made = sum(0 if isinstance(found, int) else len(found) for found in self._found.values())
         kinds = f"{made} made, for {counted(len(self._found), 'kind')} of inputs"
-        return f"{kinds}, and calls with inputs that have none" if self._has_other_inputs else kinds
+        others = ", and calls with inputs that have none" if self._has_other_inputs else ""
+        return f"{kinds}{others}{'; memory was short for earlier ones' if self._has_given_way else ''}"
 
     @property
     def is_refused(self) -> bool:
@@ -232,10 +279,12 @@ class GraphCache(Generic[Graph]):
             # regions that share variables may make a few more, and graphs take memory: more than that are not made.
             return len(seen) < MOST_PLACES and key not in self._complete and not self._capturing
         if not seen and len(self._found) >= MOST_KEYS:
-            if all(isinstance(found, int) for found in self._found.values()):
+            # Where graphs have given way, many calls are to come before the next: that they are few says nothing.
+            if not self._has_given_way and all(isinstance(found, int) for found in self._found.values()):
                 self._refusal = f"none of {MOST_KEYS} kinds of inputs has come {self._warm_ups + 1} times"
             return False
         if seen >= self._warm_ups:
+            # One capture at a time: the code's variables stand for buffers of that one.
             return not self._capturing
         self._found[key] = seen + 1
         return False
@@ -244,9 +293,9 @@ class GraphCache(Generic[Graph]):
     def capturing(self, key: Hashable, place: Hashable = ()) -> Iterator[Callable[[Graph], None]]:
         """A block that captures the graph for `key` and `place`, and hands it to the function that it gets.
 
-        Calls meanwhile, of other runs, go without. An exception means that no graph will ever be, and ends with the
-        block; if there is a graph for another place and no room for this one, that graph stays. If the block is
-        cancelled, a later call captures.
+        Calls meanwhile, of other runs, go without. An exception ends with the block, and no graph will ever be; after a
+        `MemoryLimitExceeded` there may be one much later. If there is a graph for another place and no room for this
+        one, that graph stays. If the block is cancelled, the next call captures.
         """
         self._capturing = True
         found = self._found
@@ -259,14 +308,16 @@ class GraphCache(Generic[Graph]):
 
         try:
             yield keep
-        except Exception as error:
-            # If the device is lost or full, that shows again when the caller goes on without a graph.
+        except MemoryLimitExceeded as error:
             # A second place is a makeshift while a reader holds values: to lose the first graph for it would cost more.
-            if self.has_graph(key) and isinstance(error, MemoryLimitExceeded):
+            if self.has_graph(key):
                 error.__traceback__ = None
                 self._complete.add(key)
             else:
-                self.refuse(error)
+                self._lacks_room(error)
+        except Exception as error:
+            # If the device is lost, that shows again when the caller goes on without a graph.
+            self.refuse(error)
         finally:
             self._capturing = False
 
@@ -277,12 +328,33 @@ class GraphCache(Generic[Graph]):
 
     def results(self, graph: Graph, launch: Callable[[Graph], Result]) -> Result | None:
         """The results of ``launch(graph)``; None if there is no room for them."""
+        self.used = next(_launches)
+        self._launching = True
         try:
             return launch(graph)
         except MemoryLimitExceeded as error:
-            del graph
-            self.refuse(error)
+            del graph  # its memory goes before the caller's kernels allocate
+            self._lacks_room(error)
             return None
+        finally:
+            self._launching = False
+
+    @property
+    def may_give_way(self) -> bool:
+        """True if there are graphs, and none is being made or launched now."""
+        return not (self._capturing or self._launching) and any(not isinstance(x, int) for x in self._found.values())
+
+    def give_way(self) -> None:
+        """Forget all graphs, whose memory others need; make new ones after many more calls than before."""
+        self.clear()
+        self._has_given_way = True
+        # A session whose work does not fit beside a graph would otherwise capture it again and again.
+        self._warm_ups = max(_LEAST_PATIENCE, min(_GROWTH * self._warm_ups, _MOST_PATIENCE))
+
+    def _lacks_room(self, error: MemoryLimitExceeded) -> None:
+        _log.info("no room for a CUDA graph of %s: %s", self._label, error)
+        error.__traceback__ = None  # its frames hold the graph's memory
+        self.give_way()
 
     def refuse(self, error: Exception) -> None:
         """Forget all graphs, and make no more."""
@@ -294,10 +366,20 @@ class GraphCache(Generic[Graph]):
 
     def clear(self) -> None:
         """Forget all graphs; their memory is free in the order of their stream. Start anew."""
-        self._found = {}
+        self._found = {}  # a new one, by which a capture in progress finds out
         self._complete.clear()
         self._refusal = ""
         self._has_other_inputs = False
+
+
+def free_graphs(caches: Iterable[GivesWay], has_enough: Callable[[], bool]) -> bool:
+    """Have graphs give way, the least recently used first, until there is enough memory; return True if there is."""
+    # A copy, as the set is weak: caches end with their plans, on any thread.
+    for cache in sorted([cache for cache in caches if cache.may_give_way], key=attrgetter("used")):
+        if has_enough():
+            return True
+        cache.give_way()
+    return has_enough()
 
 
 def slice_budget(launches: int, asked: int | None) -> int:
@@ -312,7 +394,7 @@ def slice_budget(launches: int, asked: int | None) -> int:
 
 def run_to_end(steps: Steps[Result]) -> Result:
     """Return the result of a function in progress, without stops."""
-    budget = None
+    budget = None  # which a generator takes to begin with
     try:
         while True:
             steps.send(budget)

@@ -459,6 +459,10 @@ class ChargedAccount(MemoryAccount):
             return self.charge(nbytes, label, is_again=True)
         raise self.refusal(nbytes, label, limit)
 
+    def has_room(self, nbytes: float) -> bool:
+        """Return True if `nbytes` more fit; False without a limit, where the card itself was full."""
+        return self._limit is not None and self.used + nbytes <= self._limit
+
     def refusal(
         self, nbytes: int, label: str, limit: int, kind: type[MemoryLimitExceeded] = MemoryLimitExceeded
     ) -> MemoryLimitExceeded:

@@ -40,8 +40,8 @@ def test_graphs_are_advised_where_they_save_the_stated_share() -> None:
     (without, said), (with_graphs, _) = (_busy(step, launches) for launches in ("regions", "graphs"))
     assert "bound by   the host" in said and "CUDA graphs" in said
     saved = sum(without.busy_ns.values()) - sum(with_graphs.busy_ns.values())
-    # The first two runs of a region are none of a graph.
-    assert without.saved_by_graphs_ns * 18 / 20 == pytest.approx(saved, rel=0.02)
+    # The first two runs of a region are none of a graph, and the third captures it.
+    assert without.saved_by_graphs_ns * 17 / 20 == pytest.approx(saved, rel=0.02)
 
 
 def test_graphs_are_not_advised_where_they_change_nothing() -> None:

@@ -258,6 +258,14 @@ REGIONS: dict[str, tuple[Callable[[af.Tensor], Any], dict[str, Any], str]] = {
         {"cuda_graphs": True},
         "becomes a CUDA graph for each kind of inputs that comes again: ",
     ),
+    "values that always move": (
+        lambda x: af.gradients(
+            af.sum(af.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, af.tanh(v)), (0, x), swap_memory=True)[1]),
+            [x],
+        )[0],
+        {"cuda_graphs": True},
+        "(moving_saved_values, HERE) is to move all its values away, as swap_memory=True or saved_values='swap' says",
+    ),
     "checks": (chain, {"cuda_graphs": True, "check_numerics": True}, "one by one: check_numerics=True looks at every"),
     "branches": (
         lambda x: af.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, af.sort(v)), (0, x))[1],

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.graphs import loop_launch as cuda_while_launch
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
@@ -76,6 +77,47 @@ async def test_a_loop_on_the_card_uses_numbers_of_the_host() -> None:
             found = await session.run(y, {x: np.ones(8), factor: 2.0, limit: 50.0})
             np.testing.assert_array_equal(found, np.full(8, 8.0))
             assert "device" in session.plan(y, [x, factor, limit]).explain()
+
+
+def chain(x: af.Tensor) -> af.Tensor:
+    for _ in range(20):
+        x = af.tanh(x) - af.max(x)
+    return x
+
+
+async def test_graphs_give_way_when_memory_is_short_the_longest_unused_first() -> None:
+    with small_cards(0):
+        with af.Graph() as graph:
+            first, second, large = (af.placeholder("float32", (size,)) for size in (4_000, 5_000, None))
+            programs = {x: chain(x) for x in (first, second)}
+            sum_of_large = af.sum(large)
+        limit = 256 << 10
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True, memory_limit=limit) as session:
+            memory = session.devices[0].memory
+
+            async def run(x: af.Tensor, times: int) -> str:
+                assert x.shape is not None
+                fed, y = np.linspace(-1, 1, x.shape[0] or 0, dtype=np.float32), programs[x]
+                results = [await session.run(y, {x: fed}) for _ in range(times)]
+                assert len({result.tobytes() for result in results}) == 1
+                return session.plan(y, [x]).explain().partition("comes again: ")[2].partition("\n")[0]
+
+            made, gone = "1 made, for 1 kind of inputs", "0 made, for 0 kinds of inputs; memory was short for earlier"
+            assert await run(second, WARM_UPS + 1) == made
+            before = memory.used
+            assert await run(first, WARM_UPS + 1) == made
+            assert await run(second, 1) == made
+            held = memory.used
+            # More than is free, and less than what is with one graph less.
+            size = (limit - held + (held - before) // 2) // 4
+            assert await session.run(sum_of_large, {large: np.ones(size, np.float32)}) == size
+            explained = {x: session.plan(y, [x]).explain() for x, y in programs.items()}
+            assert gone in explained[first]
+            assert made in explained[second]
+            assert 0 < memory.used < held
+            # Much later it gets one again.
+            assert "0 made, for 1 kind" in await run(first, 4 * WARM_UPS)
+            assert f"{made}; memory was short" in await run(first, 1)
 
 
 # -- branches and loops inside -----------------------------------------------------------------------------------------

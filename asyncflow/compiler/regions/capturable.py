@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE
 from asyncflow.compiler.program.host_values import add_host_values, computes_on_host
 from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.regions.regions import Region
@@ -90,6 +91,8 @@ def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:
         return None
     if runs_on_host(node):
         return f"{_named(node)} runs on the host"
+    if node.op is MOVING_STORE and node.attrs["moves"] == "always":
+        return f"{_named(node)} is to move all its values away, as swap_memory=True or saved_values='swap' says"
     if not node.op.traits.is_capturable:
         return f"{_named(node)} {_nature(node)}"
     if node.op is UPDATE and (obstacle := _why_no_update(node)) is not None:

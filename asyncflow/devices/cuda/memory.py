@@ -21,11 +21,13 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.streams.cuda.stream import CudaStream, active
 
 if TYPE_CHECKING:
+    from asyncflow.devices.captures import GivesWay
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
 
 ALLOCATION_BYTES = 512
@@ -82,6 +84,7 @@ class CudaPool:
 
     Attributes:
         account: what the device holds.
+        graphs: caches of CUDA graphs, whose memory is the pool's.
         label: what the next allocations are called in ``account.top()``: the name of the node that runs.
         name: of the logical device, such as ``cuda:0``.
         physical: CUDA's number of the card.
@@ -94,6 +97,7 @@ class CudaPool:
         "_pointer",
         "_pool",
         "account",
+        "graphs",
         "label",
         "name",
         "physical",
@@ -106,6 +110,7 @@ class CudaPool:
             ValueError: ``limit`` is no positive number of bytes.
         """
         self.account = ChargedAccount(name, limit)
+        self.graphs: WeakSet[GivesWay] = WeakSet()
         self.label = ""
         self.name = name
         self.physical = physical

@@ -33,6 +33,7 @@ from typing import Literal
 
 import numpy as np
 
+from asyncflow.devices.captures import free_graphs
 from asyncflow.devices.figures.presets import kernel_ns
 from asyncflow.devices.memory import spill_advice
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
@@ -100,7 +101,7 @@ class SimDevice(Timeline):
         super().__init__(machine, index, kind, compute_streams)
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
         self.memory = SimMemoryAccount(self.name, limit)
-        self.memory.make_room = self.hand_over
+        self.memory.make_room = self._make_room
         self.state_events: dict[SimStream, SimEvent] = {}
         if kind == "sim" or limit is not None:
             self._move_saved([host or Space("host")] if kind == "sim" else [], spills=spills)
@@ -123,6 +124,14 @@ class SimDevice(Timeline):
 
     def __repr__(self) -> str:
         return f"<SimDevice {self.name}, {self.card.name}>"
+
+    def _make_room(self, nbytes: float) -> bool:
+        """Free up to `nbytes` held for other streams, or by graphs that can be made again; True if any were freed."""
+        has_freed = self.hand_over(nbytes)
+        graphs = [cache for cache, memory in self.machine.graphs.items() if memory is self.memory]
+        with self.memory.at_once():  # a kernel may be running, at whose end freed bytes would count
+            has_freed |= free_graphs(graphs, lambda: self.memory.has_room(nbytes))
+        return has_freed
 
     # -- as a `LogicalDevice` ------------------------------------------------------------------------------------
 

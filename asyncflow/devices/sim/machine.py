@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
+from weakref import WeakKeyDictionary
 
+from asyncflow.devices.captures import GivesWay
 from asyncflow.devices.figures.host import LAUNCHES, Host, HostThread, Launches
 from asyncflow.devices.figures.presets import DEFAULT_HOST, MachineSpec
 from asyncflow.devices.sim.links import CopyLane
-from asyncflow.devices.sim.values import SimArray, StandIn, Storage
+from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, StandIn, Storage
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
 from asyncflow.streams.sim.stream import HostClock, SimEvent, SimStream
@@ -35,6 +37,7 @@ class SimMachine:
         threads: the host's threads used so far, by the devices they drive.
         jitter: kernels and copies take up to this fraction more or less, at random.
         shapes_only: arrays over 4 KiB have no data.
+        graphs: caches of graphs, and the account of the device that each is of.
         landing: memory that a copy fills, by the event of the copy, until that is done or the pool of that memory
             waits for it; see `asyncflow.devices.cuda.values.Landing`.
         hazards: all that were found, as messages.
@@ -66,6 +69,7 @@ class SimMachine:
         self.threads: dict[str, HostThread] = {}
         self.jitter = jitter
         self.shapes_only = shapes_only
+        self.graphs: WeakKeyDictionary[GivesWay, SimMemoryAccount] = WeakKeyDictionary()
         self.landing: dict[SimEvent, Storage] = {}
         self.hazards: list[str] = []
         self._raised = 0

@@ -8,12 +8,15 @@ the graph does, and copying its inputs and outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.captures import GraphCache, NotCapturableError, host_key, run_to_end
-from asyncflow.devices.sim.values import SimArray, SimOpaque, SimUnknown, quiet
+from asyncflow.devices.captures import GraphCache, GraphCode, host_key, run_to_end
+from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, SimOpaque, SimUnknown, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Sequence
@@ -36,7 +39,10 @@ class SimRegionLauncher:
         self._device = device
         self._info = info
         self._stream = device.compute_streams[info.stream]
-        self.graphs: GraphCache[object] | None = None if info.code.graph is None else GraphCache(info.name)
+        self.graphs: GraphCache[SimGraph] | None = None
+        if info.code.graph is not None:
+            self.graphs = GraphCache(info.name)
+            device.machine.graphs[self.graphs] = device.memory
         # A region that could be a graph and is none notes the time that a graph would save.
         self._is_noted = info.code.could_capture and self.graphs is None
         self._function, self._is_generator = function, is_generator
@@ -106,28 +112,109 @@ class SimRegionLauncher:
 
     def _captured(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph, which is bound to buffers of its own; None if there is none for such inputs."""
-        code = self._code
-        if self.graphs is None or code is None or self.graphs.is_refused:
+        code, graphs = self._code, self.graphs
+        if graphs is None or code is None or graphs.is_refused:
             return None
         inputs = inputs[1:] if self._info.conduct.needs_context else inputs
-        key = tuple([_number(value) if place in code.numbers else _key(value) for place, value in enumerate(inputs)])
-        if self.graphs.get(None if None in key else key, object) is None:
-            return None
-        device, stream, name = self._device, self._stream, self._info.name
-        device.fill_buffers(stream, _arrays(inputs), name)
+        keys = [_number(value) if place in code.numbers else _key(value) for place, value in enumerate(inputs)]
+        with code.alone() as given:
+            key = (*keys, *map(_number, given))
+            graph = graphs.find(None if None in key else key)
+            if graph is not None:
+                return graphs.results(graph, partial(self._replayed, code, inputs, given))
+            if graphs.is_due(None if None in key else key):
+                with graphs.capturing(key) as keep:
+                    outputs, graph = self._recorded(code, inputs, given)
+                    keep(graph)
+                    return outputs
+        return None
+
+    def _recorded(
+        self, code: GraphCode, inputs: Sequence[Value], given: Sequence[Value]
+    ) -> tuple[tuple[Placed, ...], SimGraph]:
+        """Launch the kernels one by one, and return the outputs, and a graph with as much memory as that took.
+
+        To capture takes the host as long as to launch.
+
+        Raises:
+            MemoryLimitExceeded: that does not fit. No variable has changed.
+        """
+        device, memory, laps = self._device, self._device.memory, object()
+        buffers = sum(array.nbytes for array in (*_arrays(inputs), *given) if hasattr(array, "nbytes"))
+        _, before = memory.lap(laps)
+        device.charge("region")
         try:
-            with code.alone() as given, device.in_graph(), quiet():
-                if any(value is None for value in given):
-                    return None
+            with quiet():
                 outputs, left = run_to_end(code.steps(inputs, given))
-                for variable, start, end in zip(code.variables, given, left, strict=True):
-                    if end is not start:
-                        variable.put(end)
-        except NotCapturableError as error:
-            self.graphs.refuse(error)
-            return None
+            most, _ = memory.lap(laps)
+        finally:
+            memory.end_laps(laps)
+        graph = SimGraph(memory, buffers + most - before, self._info.name)
+        graph.results = sum({id(x.storage): x.storage.nbytes for x in _arrays(outputs)}.values())
+        _put(code, given, left)
+        return tuple(outputs), graph
+
+    def _replayed(
+        self, code: GraphCode, inputs: Sequence[Value], given: Sequence[Value], graph: SimGraph
+    ) -> tuple[Placed, ...]:
+        """Launch a graph.
+
+        Raises:
+            MemoryLimitExceeded: its results do not fit; nothing was launched.
+        """
+        device, stream, name = self._device, self._stream, self._info.name
+        device.memory.check(graph.results, name)
+        device.fill_buffers(stream, _arrays(inputs), name)
+        with graph.in_use(), device.in_graph(), quiet():
+            outputs, left = run_to_end(code.steps(inputs, given))
+        _put(code, given, left)
         device.empty_buffers(stream, _arrays(outputs), name)
         return tuple(outputs)
+
+
+class SimGraph:
+    """A graph that a simulated card has, with memory of its own.
+
+    Attributes:
+        results: bytes that a launch allocates for its results.
+    """
+
+    __slots__ = ("_charge", "_memory", "_name", "_nbytes", "results")
+
+    def __init__(self, memory: SimMemoryAccount, nbytes: int, name: str) -> None:
+        """Count the memory.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+        """
+        self.results = self._charge = 0
+        self._memory, self._nbytes, self._name = memory, nbytes, f"CUDA graph of {name}"
+        self._charge = memory.charge(nbytes, self._name)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count arrays that are made inside the block in place of the graph's memory, which they are in.
+
+        Raises:
+            MemoryLimitExceeded: results take more than they took at first.
+        """
+        self._memory.credit(self._charge)
+        self._charge = 0
+        try:
+            yield
+        finally:
+            self._charge = self._memory.charge(self._nbytes, self._name)
+
+    def __del__(self) -> None:
+        if self._charge:
+            self._memory.credit(self._charge)
+
+
+def _put(code: GraphCode, given: Sequence[Value], left: Sequence[Value]) -> None:
+    """Give variables the values that the code has left."""
+    for variable, start, end in zip(code.variables, given, left, strict=True):
+        if end is not start:
+            variable.put(end)
 
 
 def _arrays(values: Sequence[Value]) -> list[SimArray]:
@@ -135,7 +222,7 @@ def _arrays(values: Sequence[Value]) -> list[SimArray]:
 
 
 def _number(value: Value) -> Hashable:
-    return (value.dtype, ()) if isinstance(value, np.generic) else _key(value)
+    return (value.dtype, value.shape) if isinstance(value, np.generic | np.ndarray) else _key(value)
 
 
 def _key(value: Value) -> Hashable:

@@ -337,7 +337,7 @@ class CapturedRegion:
     _variables: RegionVariables = field(init=False)
 
     def __post_init__(self) -> None:
-        self.graphs = GraphCache(self.label)
+        self.graphs = GraphCache(self.label, self.pool.graphs)
         self._variables = RegionVariables(self.cupy, self.stream, self.buffers, self.code.variables)
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:

@@ -236,7 +236,7 @@ class DeviceLoop:
     _graphs: GraphCache[LoopGraph] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._graphs = GraphCache(self.label, warm_ups=0)
+        self._graphs = GraphCache(self.label, self.pool.graphs, warm_ups=0)
 
     def launch(
         self, variables: Sequence[Value], captures: Sequence[Value] = (), limits: Limits = _DEFAULT_LIMITS

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from asyncflow.devices.captures import free_graphs
 from asyncflow.devices.cuda.memory import ALLOCATION_BYTES, Lease
 from asyncflow.devices.cuda.transfers.passage import Passage
 from asyncflow.devices.cuda.transfers.slabs import PinnedSlabs
@@ -318,6 +319,9 @@ class CudaSwapping(Swapping):
         # Before values that may move: each of those costs two copies, and this one event.
         if (missing := nbytes - before + account.used) > 0:
             self._device.hand_over(missing)
+            # A graph can be made again, which costs less than two copies of a value in each run.
+            if free_graphs(self._device.pool.graphs, lambda: account.has_room(nbytes)):
+                return True
         while (missing := nbytes - before + account.used) > 0:
             going = self.moves.clear(missing).out
             for handle in going:
