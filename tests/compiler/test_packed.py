@@ -17,7 +17,9 @@ from asyncflow.compiler.program.kernels.packed import MOST_LAYOUTS, PackedChain,
 from asyncflow.compiler.regions.fuse import fuse_line
 from asyncflow.devices.cuda.kernels import KernelLaunches
 from asyncflow.errors import InternalError
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.graph import Graph
+from asyncflow.ops.arrays.datatypes import ASTYPE
 from tests.compiler.test_fuse import assert_same, build, feeds_for, line_of, programs, run_line
 from tests.fake_cupy import FakeCupy
 
@@ -183,3 +185,35 @@ def test_random_chains_of_random_layouts(
         fed, made = build([step for step in steps if step[0] != "reduce"] or [("unary", 0, 0, 0, 0)], [extents])
         results = [value for value, is_result in zip(made, chosen, strict=False) if is_result] or made[-1:]
         compare(shared, results, feeds_for(fed, [extents]), layouts)
+
+
+def test_an_array_to_write_to_is_used_if_it_fits(shared: FakeCupy, graph: Graph) -> None:
+    x = af.placeholder("float32", (3, 4))
+    kernel = kernel_of(graph, x * x + x, shared)
+    value = np.arange(12, dtype="f").reshape(3, 4)
+    fitting, turned = shared.zeros((3, 4), "f"), shared.asarray(np.zeros((4, 3), "f")).T
+    assert kernel.takes_out
+    assert kernel(shared.asarray(value), out=fitting) is fitting
+    # In another order of memory, elements would go to other places.
+    for out in (turned, shared.zeros((1, 4), "f"), None):
+        found = kernel(shared.asarray(value), out=out)
+        assert found is not out
+        np.testing.assert_array_equal(found.get(), value * value + value)
+    np.testing.assert_array_equal(fitting.get(), value * value + value)
+
+
+def test_a_chain_never_gives_its_input(shared: FakeCupy, graph: Graph) -> None:
+    """Its memory may be written again while the output is in use."""
+    x, y = af.placeholder("float32", (None,)), af.placeholder("float32", (None,))
+    same = apply(ASTYPE, x, dtype=np.dtype("float32"))[0]
+    product = same * y
+    made, results = fuse_line(line_of(graph), [same, product])
+    (node,) = made
+    assert node.op.kernel is not None
+    for xp in (np, Packed(shared)):
+        array: Any = np.ones(1, "f") if xp is np else shared.ones(1, "f")
+        other: Any = np.ones(3, "f") if xp is np else shared.ones(3, "f")
+        found = node.op.kernel(xp, **node.attrs)(array, other)  # of two shapes, so one by one
+        first = found[node.outputs.index(results[0])]
+        first += np.float32(1)
+        assert on_host(array).tolist() == [1.0] and on_host(first).tolist() == [2.0]

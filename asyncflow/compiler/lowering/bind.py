@@ -63,6 +63,9 @@ from asyncflow.values import Kernel, Namespace, Value
 _SPARE = 16
 """Divisor of a memory limit: the part of it that a region may keep as buffers to write to again."""
 
+_SPARE_ON_CARD = 256 << 20
+"""Bytes of buffers that a loop on a card without a limit keeps: for large arrays, an allocation is a small part."""
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -129,9 +132,9 @@ class Binding:
             RegionGenerator, region=region, max_iterations=self.options.max_iterations, swapping=device.swapping
         )
         launching, stream = device.asynchronous, self.streams.get(node, 0)
+        limit = device.memory.limit
         if launching is None:
             # To track each value costs a region more than many a kernel: without a limit it tells what it holds in all.
-            limit = device.memory.limit
             track = device.memory.track if self.options.debug or limit is not None else None
             spare_bytes = inf if limit is None else limit / _SPARE
             kernel = partial(self.kernel, device)
@@ -142,7 +145,9 @@ class Binding:
         def bind(member: Node) -> Kernel:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
-        code = generator(bind=bind, enqueues=True).generate(node.name)
+        # On a card with a limit, saved values may have to move for a buffer that is kept.
+        spare_bytes = _SPARE_ON_CARD if limit is None else 0
+        code = generator(bind=bind, enqueues=True, spare_bytes=spare_bytes).generate(node.name)
         asked = self.options.cuda_graphs
         why_not = why_not_captured(region, self.on_host)
         if self.options.check_numerics:  # a graph that is replayed raises nothing
@@ -188,7 +193,11 @@ class Binding:
             return bind_member(member, partial(binding.bare, node=member), device, stream, on_host)
 
         code = RegionGenerator(
-            region=region, max_iterations=self.options.max_iterations, bind=bind, enqueues=True
+            region=region,
+            max_iterations=self.options.max_iterations,
+            bind=bind,
+            enqueues=True,
+            spare_bytes=_SPARE_ON_CARD,
         ).generate(node.name)
         numbers = frozenset(k for k, x in enumerate(region.inputs) if x in self.on_host and x not in on_host)
         # Launches of all regions take locks in one order, so that none waits for another for ever.

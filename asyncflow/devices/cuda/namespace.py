@@ -149,6 +149,8 @@ class CudaNamespace(ModuleType):
             return product.astype(x1.dtype)
         return self._cupy.matmul(x1, x2, **options)
 
+    _matmul.takes_out = True  # type: ignore[attr-defined]
+
     def _meshgrid(self, *vectors: Any, indexing: str) -> CupyArray:
         return self._cupy.meshgrid(*[self._as_array(vector).reshape(-1) for vector in vectors], indexing=indexing)
 

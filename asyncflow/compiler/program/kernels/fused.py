@@ -19,7 +19,7 @@ from asyncflow.compiler.program.kernels.layouts import Shapes, loop_of, shapes_o
 from asyncflow.compiler.program.kernels.packed import PackedChain
 from asyncflow.devices.protocol import Placed
 from asyncflow.graph.ir import Node
-from asyncflow.graph.op import KERNELS, Op, bound_kernel
+from asyncflow.graph.op import NEW, Memory, Op, bound_kernel
 from asyncflow.graph.values.shapes import Shape, is_static
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import elements
@@ -76,7 +76,21 @@ def _kernel(xp: Namespace, *, chain: Chain) -> Kernel:
 def _one_by_one(xp: Namespace, chain: Chain) -> Kernel:
     """The members' own kernels, in turn."""
     steps = [LineStep(_own_kernel(xp, chain, member), member.operands) for member in chain.members]
-    return straight_line(len(chain.inputs), steps, chain.outputs if len(chain.outputs) > 1 else chain.outputs[0])
+    run = straight_line(len(chain.inputs), steps, chain.outputs if len(chain.outputs) > 1 else chain.outputs[0])
+    shared = [chain.member(output).op.traits.memory is not Memory.NEW for output in chain.outputs]
+    return _giving_new(run, shared) if any(shared) else run
+
+
+def _giving_new(run: Kernel, are_shared: Sequence[bool]) -> Kernel:
+    """`run`, with copies for the outputs that may be inputs or look into inputs, as one kernel's never do."""
+
+    def launch(*inputs: Placed) -> Value:
+        found = run(*inputs)
+        if len(are_shared) == 1:
+            return found.copy()
+        return tuple([value.copy() if shared else value for value, shared in zip(found, are_shared, strict=True)])
+
+    return launch
 
 
 def _own_kernel(xp: Namespace, chain: Chain, member: Member) -> Kernel:
@@ -172,7 +186,7 @@ def _with_checked_shapes(run: Kernel, one_by_one: Kernel, chain: Chain) -> Kerne
     return launch
 
 
-FUSED = Op("fused", _infer, _kernel, flops=_flops, traits=KERNELS)
+FUSED = Op("fused", _infer, _kernel, flops=_flops, traits=NEW)
 
 
 def alone(node: Node, xp: Namespace) -> Kernel:

@@ -107,7 +107,11 @@ class _Launch:
 
 
 class PackedChain:
-    """The kernel of a `fused` node on a device that launches kernels of our own."""
+    """The kernel of a `fused` node on a device that launches kernels of our own.
+
+    Attributes:
+        takes_out: True if a call can be given the array to write to.
+    """
 
     __slots__ = (
         "_body",
@@ -120,6 +124,7 @@ class PackedChain:
         "_ndarray",
         "_one_by_one",
         "_outputs",
+        "takes_out",
     )
 
     def __init__(self, chain: Chain, launches: KernelLaunches, one_by_one: Kernel) -> None:
@@ -128,14 +133,21 @@ class PackedChain:
         self._ndarray = launches.ndarray
         self._name = kernel_name(chain)
         self._one_by_one = one_by_one
+        self.takes_out = len(chain.outputs) == 1
         self._body = body_of(chain)
         self._moves = chain.has_views or chain.has_ends
         self._dtypes = [np.dtype(spec.dtype) for spec in chain.inputs]
         self._outputs = [np.dtype(chain.specs[output].dtype) for output in chain.outputs]
         self._layouts: dict[tuple[tuple[Lengths, Lengths] | None, ...], _Launch | None] = {}
 
-    def __call__(self, *inputs: Placed) -> Value:
-        """Launch the kernel, or the ops one by one where one kernel cannot do it; return the outputs."""
+    def __call__(self, *inputs: Placed, out: Placed = None) -> Value:
+        """Launch the kernel, or the ops one by one where one kernel cannot do it; return the outputs.
+
+        Args:
+            inputs: arrays of the card, and scalars of the host.
+            out: for the only output, an array in C order that no input looks into; a new one is made if it is None, or
+                has another shape.
+        """
         ndarray = self._ndarray
         key = tuple([(value.shape, value.strides) if type(value) is ndarray else None for value in inputs])
         try:
@@ -144,7 +156,11 @@ class PackedChain:
             layout = self._found(inputs, key)
         if layout is None:
             return self._one_by_one(*inputs)
-        outputs = [ndarray(shape, dtype) for shape, dtype in zip(layout.shapes, self._outputs, strict=True)]
+        # Strides are not known before: an array in another order would have its elements at other places.
+        if out is not None and out.shape == layout.shapes[0] and out.flags.c_contiguous:
+            outputs = [out]
+        else:
+            outputs = [ndarray(shape, dtype) for shape, dtype in zip(layout.shapes, self._outputs, strict=True)]
         if layout.kernel is not None:
             self._launch(layout, inputs, outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

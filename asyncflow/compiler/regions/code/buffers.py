@@ -126,13 +126,21 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
     return Uses(last, frozenset(kept), owner)
 
 
-def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
-    """Return True if the node can write its result to a given buffer, and that is worthwhile."""
-    takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
-    if not (takes_out and node.single):
+def writes_to_buffer(node: Node, kernel: Kernel | None, *, on_card: bool = False) -> bool:
+    """Return True if the node can write its result to a given buffer, and that is worthwhile.
+
+    Args:
+        node: any node.
+        kernel: of the node.
+        on_card: the kernel computes with arrays of a card, which take some microseconds to allocate, of whatever size.
+            CuPy's ufuncs have NumPy's attributes; a ufunc of NumPy's computes a value that stays on the host.
+    """
+    is_ufunc = isinstance(kernel, np.ufunc) or (hasattr(kernel, "nout") and hasattr(kernel, "types"))
+    takes_out = getattr(kernel, "nout", 0) == 1 if is_ufunc else getattr(kernel, "takes_out", False)
+    if not (takes_out and node.single) or (on_card and isinstance(kernel, np.ufunc)):
         return False
     spec = node.outputs[0].spec
-    return is_static(spec.shape) and not is_small_spec(spec)
+    return is_static(spec.shape) and (spec.shape != () if on_card else not is_small_spec(spec))
 
 
 def carried_results(
@@ -196,17 +204,19 @@ class Buffers:
     Attributes:
         uses: from `find_uses`.
         carried: results that become loop variables, whose old values are theirs to write to.
+        on_card: the buffers are in the memory of a card.
         slots: the variable that holds the buffer of a value.
     """
 
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
+    on_card: bool = False
     slots: dict[Tensor, str] = field(default_factory=dict)
     _free: dict[Spec, list[str]] = field(default_factory=dict)
 
     def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[Spec], str | None]) -> str | None:
         """The variable whose buffer `node`, at `index`, may write its result to; None if it has to make a new one."""
-        if not writes_to_buffer(node, kernel):
+        if not writes_to_buffer(node, kernel, on_card=self.on_card):
             return None
         output = node.outputs[0]
         if self.uses.dies_at(output) is None and output not in self.carried:

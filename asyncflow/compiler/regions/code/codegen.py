@@ -236,9 +236,10 @@ class RegionGenerator(Source):
         """
         escaping = tuple(escaping)
         block.nodes, block.escaping = nodes, escaping
-        if not self.enqueues:
+        # On a card, where memory is short, buffers are kept for the iterations of a loop alone.
+        if self.decide is None and (block.loops or not self.enqueues):
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
-            block.buffers = Buffers(uses, carried)
+            block.buffers = Buffers(uses, carried, on_card=self.enqueues)
         variables = block.variables if self.enqueues else frozenset()
         dead = block.dead = dead_values(nodes, escaping, variables=variables, deep=self.frees)
         for index, node in enumerate(nodes):
@@ -476,7 +477,7 @@ class RegionGenerator(Source):
             self.phases[-1].counter = counter
         elif follows_loop and not (block.loops and is_light(condition.nodes) and is_light(body.nodes)):
             self.part(block)  # as between phases
-        changed = self.in_place(node, self.can_change, changed_in_place)
+        changed = () if self.enqueues else self.in_place(node, self.can_change, changed_in_place)
         owned = [self.put_owned(node, place, nodes, variables[place], block) for place, nodes in changed]
         outside, lent = block, [own for own in owned if own in self.lent]
         if lent:
@@ -536,6 +537,8 @@ class RegionGenerator(Source):
         """Add the body of a loop, and rebind its variables; `outside` is the block around the loop."""
         body = node.body
         carried = frozenset(self.in_place(node, self.can_write, carried_results))
+        # The code keeps the present value of such a variable, as the one after the next is written over it.
+        block.variables -= {x for x, result in zip(body.inputs, body.results, strict=False) if result in carried}
         read = {*outside.escaping, *(x for each in outside.nodes for x in each.inputs)}
         kept = [place for place, output in enumerate(node.outputs) if output in read]
         nodes, for_next = needed_to_end(node, kept)
@@ -643,7 +646,7 @@ class RegionGenerator(Source):
         """Return the findings of `find` among the results of a loop's body that are computed by suitable nodes in
         it.
         """
-        if self.enqueues:
+        if self.decide is not None:
             return ()
         condition, body, members = loop.predicate, loop.body, set(loop.body.nodes)
 
@@ -659,7 +662,8 @@ class RegionGenerator(Source):
 
     def can_write(self, node: Node) -> bool:
         """Return True if a node can write to a buffer that takes turns with another."""
-        return self.reordered.isdisjoint(node.outputs) and writes_to_buffer(node, self.kernel(node))
+        is_in_order = self.reordered.isdisjoint(node.outputs)
+        return is_in_order and writes_to_buffer(node, self.kernel(node), on_card=self.enqueues)
 
     def can_change(self, node: Node) -> bool:
         """Return True if a node can change its first input in place of a copy."""
