@@ -113,6 +113,7 @@ WORKLOADS: dict[str, Workload] = {
 
 GPU_WORKLOADS: dict[str, Workload] = {
     "gpu_launches": gpu.measure_launches,
+    "gpu_run": gpu.measure_run,
     "gpu_chain": gpu.measure_chain,
     "gpu_layers": gpu.measure_layers,
     "gpu_loop": gpu.measure_loop,

@@ -11,7 +11,7 @@ import importlib.util
 from contextlib import AsyncExitStack
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,17 +27,18 @@ from benchmarks.lstm_training import TORCH_MODULE
 from benchmarks.peers import JAX, NO_PEERS, TORCH, Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
 CARD: Final = "cuda:0"
 CUPY: Final = "cupy"
 INTERPRETED: Final = f"{ASYNCFLOW}, interpreted"
 OPERATION_TIME: Final = Figure("time an operation", "µs")
+RUN_TIME: Final = Figure("time a run", "µs")
 ITERATION_RATE: Final = Figure("rate", "iterations/s", higher_is_better=True)
 
 LAUNCHES, CHAIN, LAYERS = "gpu_launches", "gpu_chain", "gpu_layers"
-LOOP, DECISIONS = "gpu_loop", "gpu_decisions"
+LOOP, DECISIONS, RUN = "gpu_loop", "gpu_decisions", "gpu_run"
 PIPELINE, LSTM = "gpu_pipeline", "gpu_lstm_training"
 PIPELINE_SIZES: Final = {"layers": 4, "size": 512, "iterations": 100}
 LAYER_SIZES: Final = {"layers": 16, "batch": 64, "hidden": 512}
@@ -263,6 +264,90 @@ def _decisions_by_hand(peers: Peers, numbers: Any, shrink: Any) -> dict[str, Cal
     return ways
 
 
+async def measure_run(peers: Peers = NO_PEERS, *, repeats: int = 7, runs: int = 200, size: int = 1000) -> list[Result]:
+    """µs of a run of one kernel by itself, one run after the other: fed and fetched, or all on the card."""
+    numbers = np.linspace(-1, 1, size, dtype=np.float32)
+    results = []
+    for residence in ("fed", "resident"):
+        async with AsyncExitStack() as stack:
+            trials = {}
+            for name, graphs in ((ASYNCFLOW, False), (f"{ASYNCFLOW}, CUDA graph", True)):
+                work = await _runs_of_ours(stack, numbers, residence, runs, cuda_graphs=graphs)
+                trials[name] = timed_await(RUN_TIME, 1e6 / runs, work)
+            for name, by_hand in _runs_by_hand(peers, numbers, residence, runs).items():
+                trials[name] = timed(RUN_TIME, 1e6 / runs, by_hand)
+            case = f"one kernel on {size:,} numbers, {residence}"
+            results += await compare(RUN, case, trials, repeats=repeats, lead_ins=1, tolerance=1e-5)
+    return results
+
+
+def _one_kernel(xp: Any, x: Any) -> Any:
+    return xp.tanh(x)
+
+
+async def _runs_of_ours(
+    stack: AsyncExitStack, numbers: Any, residence: Literal["fed", "resident"], runs: int, **options: Any
+) -> Callable[[], Awaitable[Any]]:
+    with af.Graph() as graph:
+        x = af.placeholder("float32", numbers.shape)
+        y = _one_kernel(af, x)
+    session = await stack.enter_async_context(af.Session(graph, devices=[CARD], **options))
+    there = residence == "resident"
+    prepared = session.prepare(af.on_device(y) if there else y, [x])
+    fed = await session.run(af.on_device(x), {x: numbers}) if there else numbers
+
+    async def work() -> Any:
+        found = None
+        for _ in range(runs):
+            found = await prepared(fed)
+            if there:
+                await session.devices[0].compute.record().wait()
+        return _on_host(found)
+
+    return work
+
+
+def _runs_by_hand(
+    peers: Peers, numbers: Any, residence: Literal["fed", "resident"], runs: int
+) -> dict[str, Callable[[], Any]]:
+    """Runs of CuPy, PyTorch and JAX, each awaited by the thread."""
+    cupy, there = cuda_backend().cupy, residence == "resident"
+
+    def repeated(fed: Any, put: Callable[[Any], Any], compute: Callable[[Any], Any], wait: Callable[[Any], Any]) -> Any:
+        def work() -> Any:
+            found = None
+            for _ in range(runs):
+                found = compute(fed if there else put(fed))
+                found = wait(found) if there else _on_host(found)
+            return _on_host(found)
+
+        return work
+
+    def waited(found: Any) -> Any:
+        cupy.cuda.get_current_stream().synchronize()
+        return found
+
+    ways = {
+        CUPY: repeated(cupy.asarray(numbers) if there else numbers, cupy.asarray, partial(_one_kernel, cupy), waited)
+    }
+    if peers.torch is not None:
+        torch = peers.torch
+
+        def put(array: Any) -> Any:
+            return torch.from_numpy(array).to(CARD)
+
+        def synchronized(found: Any) -> Any:
+            torch.cuda.synchronize()
+            return found
+
+        ways[TORCH] = repeated(put(numbers) if there else numbers, put, partial(_one_kernel, torch), synchronized)
+    if peers.jax is not None and (cards := _cards_of(peers.jax)):
+        jax = peers.jax
+        compiled, place = jax.jit(partial(_one_kernel, jax.numpy)), partial(jax.device_put, device=cards[0])
+        ways[JAX] = repeated(place(numbers) if there else numbers, place, compiled, jax.block_until_ready)
+    return ways
+
+
 async def measure_loop(peers: Peers = NO_PEERS, *, repeats: int = 7, iterations: int = 10_000) -> list[Result]:
     """µs of an iteration of trivial loops on the card, beside NumPy and Python on the host."""
     return await loop_overhead.measure(repeats=repeats, iterations=iterations, devices=[CARD], workload=LOOP)
@@ -328,25 +413,47 @@ def draw_pipeline(
 async def measure_lstm(
     peers: Peers = NO_PEERS, *, repeats: int = 5, sizes: dict[str, int] | None = None
 ) -> list[Result]:
-    """ms of a training step: forward, and backward through the loop."""
-    chosen = LSTM_SIZES | (sizes or {})
+    """ms of a training step: forward, and backward through the loop; all fed and fetched, or all on the card."""
+    results = []
+    for residence in ("fed", "resident"):
+        results += await _measure_lstm(peers, residence, repeats, LSTM_SIZES | (sizes or {}))
+    return results
+
+
+async def _measure_lstm(
+    peers: Peers, residence: Literal["fed", "resident"], repeats: int, chosen: dict[str, int]
+) -> list[Result]:
     model = random_model(**chosen)
     outputs = model.xs.size
     ours = lstm_step(chosen)
-    trials: dict[str, Trial] = {ASYNCFLOW: timed_step_await(outputs, ours.run)}
+    run = ours.run if residence == "fed" else await ours.resident()
+    trials: dict[str, Trial] = {ASYNCFLOW: timed_step_await(outputs, run, _on_host)}
     if peers.torch is not None:
         # cuDNN's LSTM takes TF32 by default.
         peers.torch.backends.cudnn.allow_tf32 = False
-        trials[TORCH] = timed_step(outputs, torch_loop(peers.torch, model, outputs, place=CARD))
-        trials[TORCH_MODULE] = timed_step(outputs, torch_module(peers.torch, model, outputs, place=CARD))
+        trials[TORCH] = timed_step(
+            outputs, torch_loop(peers.torch, model, outputs, place=CARD, residence=residence), _on_host
+        )
+        trials[TORCH_MODULE] = timed_step(
+            outputs, torch_module(peers.torch, model, outputs, place=CARD, residence=residence), _on_host
+        )
     if peers.jax is not None and (cards := _cards_of(peers.jax)):
         peers.jax.config.update("jax_default_matmul_precision", "highest")
-        trials[JAX] = timed_step(outputs, jax_scan(peers.jax, model, outputs, place=cards[0]))
-    case = f"hidden {chosen['hidden']}, batch {chosen['batch']}, {chosen['steps']} steps"
+        trials[JAX] = timed_step(
+            outputs, jax_scan(peers.jax, model, outputs, place=cards[0], residence=residence), _on_host
+        )
+    case = f"hidden {chosen['hidden']}, batch {chosen['batch']}, {chosen['steps']} steps, {residence}"
     try:
         return await compare(LSTM, case, trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE)
     finally:
         await ours.session.aclose()
+
+
+def _on_host(array: Any) -> Any:
+    """The array of any system as NumPy's."""
+    if hasattr(array, "cpu"):
+        return array.cpu()
+    return array.get() if hasattr(array, "get") else np.asarray(array)
 
 
 def _cards_of(jax: Any) -> Sequence[Any]:

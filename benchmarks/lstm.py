@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -132,6 +132,9 @@ def unrolled(system: Any, model: Model) -> Any:
 
 # -- steps ---------------------------------------------------------------------------------------------------------
 
+Residence: TypeAlias = Literal["fetched", "fed", "resident"]
+"""Copies in a step on a card: results come to the host, inputs come from it too, or neither."""
+
 Step: TypeAlias = "tuple[Any, Sequence[Any]]"
 """The loss, and its gradients of `Model.parameters`, as arrays that NumPy understands."""
 
@@ -173,6 +176,18 @@ class AsyncflowStep:
         """One step."""
         step: Step = await self.session.run(self._fetches, self._feeds)
         return step
+
+    async def resident(self) -> Callable[[], Awaitable[Step]]:
+        """Put the inputs on the device; return a step whose results stay there, which ends with the device's work."""
+        there = await self.session.run([af.on_device(x) for x in self._feeds], self._feeds)
+        feeds, fetches = dict(zip(self._feeds, there, strict=True)), af.on_device(self._fetches)
+
+        async def run() -> Step:
+            step: Step = await self.session.run(fetches, feeds)
+            await self.session.devices[0].compute.record().wait()
+            return step
+
+        return run
 
 
 def tensorflow_step(
@@ -220,24 +235,31 @@ def tensorflow_functions(tensorflow: TensorFlow) -> Any:
 # -- trials --------------------------------------------------------------------------------------------------------
 
 
-def timed_step(outputs: int, work: Callable[[], Step]) -> Trial:
-    """A trial of a function that does one step; the time of the step is its figure."""
+def timed_step(outputs: int, work: Callable[[], Step], to_host: Callable[[Any], Any] = lambda array: array) -> Trial:
+    """A trial of a function that does one step; the time of the step is its figure.
+
+    `to_host` brings an array of a step to the host, which takes no part in the time.
+    """
 
     async def trial() -> Sample:
         started = perf_counter()
-        step = work()
-        return Sample({STEP_TIME: (perf_counter() - started) * 1e3}, comparable(step, outputs))
+        loss, found = work()
+        figures = {STEP_TIME: (perf_counter() - started) * 1e3}
+        return Sample(figures, comparable((to_host(loss), [to_host(grad) for grad in found]), outputs))
 
     return trial
 
 
-def timed_step_await(outputs: int, work: Callable[[], Awaitable[Step]]) -> Trial:
+def timed_step_await(
+    outputs: int, work: Callable[[], Awaitable[Step]], to_host: Callable[[Any], Any] = lambda array: array
+) -> Trial:
     """Make a trial like `timed_step`, of awaited work."""
 
     async def trial() -> Sample:
         started = perf_counter()
-        step = await work()
-        return Sample({STEP_TIME: (perf_counter() - started) * 1e3}, comparable(step, outputs))
+        loss, found = await work()
+        figures = {STEP_TIME: (perf_counter() - started) * 1e3}
+        return Sample(figures, comparable((to_host(loss), [to_host(grad) for grad in found]), outputs))
 
     return trial
 

@@ -12,11 +12,17 @@ from benchmarks.lstm import cell
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.lstm import Model, Step
+    from benchmarks.lstm import Model, Residence, Step
 
 
 def torch_loop(
-    torch: Any, model: Model, outputs: int, counts: Sequence[int] | None = None, *, place: str = "cpu"
+    torch: Any,
+    model: Model,
+    outputs: int,
+    counts: Sequence[int] | None = None,
+    *,
+    place: str = "cpu",
+    residence: Residence = "fetched",
 ) -> Callable[[], Step]:
     """A loop in Python over the same cell; only the first ``counts[t]`` rows of step t, if given."""
     tensors = model.map(lambda value: torch.from_numpy(value).to(place))
@@ -25,21 +31,34 @@ def torch_loop(
 
     def work() -> Step:
         h, c = tensors.h, tensors.c
+        xs = torch.from_numpy(model.xs).to(place) if residence == "fed" else tensors.xs
         total: Any = 0
-        for t, x in enumerate(tensors.xs):
+        for t, x in enumerate(xs):
             if counts is not None:
                 x, h, c = (each[: counts[t]] for each in (x, h, c))
             h, c = cell(torch, tensors, x, h, c)
             total = total + h.square().sum()
         loss = total / outputs
-        found = torch.autograd.grad(loss, tensors.parameters)
-        return loss.detach().cpu(), [grad.cpu() for grad in found]
+        return _torch_results(torch, loss, torch.autograd.grad(loss, tensors.parameters), residence)
 
     return work
 
 
+def _torch_results(torch: Any, loss: Any, found: Sequence[Any], residence: Residence) -> Step:
+    if residence == "resident":
+        torch.cuda.synchronize()
+        return loss.detach(), found
+    return loss.detach().cpu(), [grad.cpu() for grad in found]
+
+
 def torch_module(
-    torch: Any, model: Model, outputs: int, lengths: Any = None, *, place: str = "cpu"
+    torch: Any,
+    model: Model,
+    outputs: int,
+    lengths: Any = None,
+    *,
+    place: str = "cpu",
+    residence: Residence = "fetched",
 ) -> Callable[[], Step]:
     """`torch.nn.LSTM`; with packed sequences, if `lengths` are given."""
     hidden = model.h.shape[-1]
@@ -60,18 +79,21 @@ def torch_module(
     parameters = lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, h, c
 
     def work() -> Step:
+        fed = torch.from_numpy(model.xs).to(place) if residence == "fed" else xs
         if lengths is None:
-            found = lstm(xs, (h, c))[0]
+            found = lstm(fed, (h, c))[0]
         else:
-            found = lstm(torch.nn.utils.rnn.pack_padded_sequence(xs, lengths), (h, c))[0].data
+            found = lstm(torch.nn.utils.rnn.pack_padded_sequence(fed, lengths), (h, c))[0].data
         loss = found.square().sum() / outputs
         d_x, d_h, *others = torch.autograd.grad(loss, parameters)
-        return loss.detach().cpu(), [grad.cpu() for grad in (d_x.T, d_h.T, *others)]
+        return _torch_results(torch, loss, (d_x.T, d_h.T, *others), residence)
 
     return work
 
 
-def jax_scan(jax: Any, model: Model, outputs: int, *, place: Any = None) -> Callable[[], Step]:
+def jax_scan(
+    jax: Any, model: Model, outputs: int, *, place: Any = None, residence: Residence = "fetched"
+) -> Callable[[], Step]:
     """`lax.scan`, compiled; `place` is one of its devices, None the default."""
     arrays = model.map(lambda value: jax.device_put(value, place))
 
@@ -91,7 +113,11 @@ def jax_scan(jax: Any, model: Model, outputs: int, *, place: Any = None) -> Call
     function = jax.jit(jax.value_and_grad(loss_of))
 
     def work() -> Step:
-        loss, found = function(arrays.parameters, arrays.xs)
+        xs = jax.device_put(model.xs, place) if residence == "fed" else arrays.xs
+        loss, found = function(arrays.parameters, xs)
+        if residence == "resident":
+            jax.block_until_ready((loss, found))
+            return loss, found
         return np.asarray(loss), [np.asarray(grad) for grad in found]
 
     return work

@@ -29,6 +29,7 @@ TINY_MEMORY = [{"hidden": 128, "batch": 128, "steps": 8}]
 
 TINY = {
     "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),
+    "gpu_run": lambda: gpu.measure_run(repeats=1, runs=3, size=10),
     "gpu_chain": lambda: gpu.measure_chain(repeats=1, rounds=2, sizes=(10,)),
     "gpu_layers": lambda: gpu.measure_layers(repeats=1, sizes={"layers": 4, "batch": 2, "hidden": 4}),
     "gpu_decisions": lambda: gpu.measure_decisions(repeats=1, iterations=4, size=10),

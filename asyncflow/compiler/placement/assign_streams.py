@@ -19,6 +19,7 @@ from asyncflow.compiler.placement.choices import Choices, find_counters
 from asyncflow.compiler.placement.followers import place_followers
 from asyncflow.compiler.placement.node_costs import NodeCosts, assumed_ns
 from asyncflow.compiler.placement.place import find_places
+from asyncflow.compiler.placement.simulated_execution import NO_HOSTS, Hosts
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.loops.frames import has_primitives, is_everywhere
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -153,6 +154,14 @@ class _StreamCosts(NodeCosts):
     def times(self, node: Node) -> tuple[float, ...]:
         """See `NodeCosts.times`."""
         return (self.ns(node),) * len(self.streams)
+
+    def hosts(self, *, is_root: bool) -> Hosts:
+        """See `NodeCosts.hosts`: whatever the stream, the host has the same work."""
+        return NO_HOSTS
+
+    def launches(self, node: Node) -> tuple[float, ...]:
+        """See `NodeCosts.launches`."""
+        return (0.0,) * len(self.streams)
 
     def is_small(self, node: Node) -> bool:
         """See `NodeCosts.is_small`."""
