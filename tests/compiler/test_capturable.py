@@ -95,6 +95,17 @@ def test_a_graph_has_to_save_more_launches_than_it_costs(x: af.Tensor, launches:
     assert (why_not_captured(region, set()) is None) is pays
 
 
+@pytest.mark.parametrize(("limit", "pays"), [("fed", True), (1, False), (2, True), (10_000, True)])
+def test_the_launches_of_a_loop_count_in_each_iteration(
+    x: af.Tensor, n: af.Tensor, limit: int | str, pays: bool
+) -> None:
+    most = n if limit == "fed" else limit
+    graph = working(af.while_loop(lambda i, y: i < most, lambda i, y: (i + 1, af.tanh(y) @ x), (0, x))[1])
+    (loop,) = (node for node in graph.nodes if node.op.name == "while")
+    region = Region((loop,), (*loop.inputs,), (loop.outputs[1],))
+    assert (why_not_captured(region, find_host_values(graph)) is None) is pays
+
+
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 

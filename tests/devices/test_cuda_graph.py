@@ -455,6 +455,27 @@ def test_graphs_that_are_forgotten_during_a_capture_stay_forgotten(card: Card) -
     assert looped.graphs() == "0 made, for 0 kinds of inputs"
 
 
+def test_nothing_is_left_of_many_captures(card: Card) -> None:
+    looped, cupy = Loop(card, SLICE_LAUNCHES), card.cupy
+    with card.stream:
+        looped.warm_up(3)
+        streams = len(cupy.engine.all_queues())
+        for number in range(100):
+            generator = looped.begin(3)
+            if number % 3:
+                generator.send(None)
+                generator.close()
+            else:
+                assert driven_to_the_end(generator)[1][0].get().tolist() == [8.0] * 2
+                looped.region.graphs.clear()
+                looped.warm_up(3)
+            del generator
+        cupy.wait_idle()
+        assert len(cupy.engine.all_queues()) <= streams + 1
+    assert card.pool.account.used == 0
+    assert cupy.engine.captures == []
+
+
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 UNARY = ("tanh", "exp", "negative", "square", "sin", "floor")

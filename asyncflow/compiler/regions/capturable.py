@@ -40,6 +40,9 @@ _COPIES_A_LAUNCH = 2
 _LEAST_GAIN = 2
 """Launches that looking up and launching the graph take."""
 
+_USUAL_ITERATIONS = 8
+"""Number of iterations of a loop, if it is not known: for fewer a graph costs a few launches more than it saves."""
+
 
 def why_not_captured(region: Region, on_host: AbstractSet[Tensor]) -> str | None:
     """Return the reason why a region does not become a CUDA graph; None if it can, and is launched faster as one.
@@ -126,13 +129,13 @@ def _keeps_state(node: Node) -> bool:
 
 
 def _launches(nodes: Iterable[Node], on_host: AbstractSet[Tensor]) -> int:
-    """Return how many kernels the nodes launch: in loops without a known number of iterations, in one iteration."""
+    """Return how many kernels the nodes launch, in loops without a known number of iterations by a guess."""
     count = 0
     for node in nodes:
         if isinstance(node, StructuredNode):
             times = trip_count(node) if isinstance(node, WhileNode) else 1
             inner = sum(_launches(body.nodes, on_host) for body in node.subgraphs)
-            count += inner if times is None else inner * times
+            count += inner * (_USUAL_ITERATIONS if times is None else times)
         else:
             count += (
                 _launches(node.attrs["function"].nodes, on_host) if node.op is UPDATE else _is_launch(node, on_host)
