@@ -366,7 +366,7 @@ def test_a_sum_where_the_predicate_is_does_not_hold_up_the_loop() -> None:
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_an_iteration_is_live_until_every_card_is_done_with_it(window: int) -> None:
     """Behaviour 10: however far one card is behind, no more values than that wait for it where they are made."""
-    rows, trips = 1024, 16
+    rows, trips = 2048, 16
 
     def goes_on(i: Any, total: Any) -> Any:
         with af.device("sim:0"):
