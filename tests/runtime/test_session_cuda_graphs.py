@@ -120,6 +120,27 @@ async def test_graphs_give_way_when_memory_is_short_the_longest_unused_first() -
             assert f"{made}; memory was short" in await run(first, 1)
 
 
+async def test_memory_of_a_graph_without_arrays_outside_stays() -> None:
+    """Only variables and a counter come in and go out, and the arrays of an iteration are at addresses of the graph."""
+    with small_cards(0) as cupy:
+        with af.Graph() as graph:
+            w = af.Variable(np.array([3.0, -2.0]), name="w")
+
+            def step(i: af.Tensor) -> af.Tensor:
+                with af.control_dependencies([w.assign_sub(af.tanh(af.square(w.read()) - 1) / 8)]):
+                    return af.identity(i + 1)
+
+            steps = af.while_loop(lambda i: i < 20, step, 0)
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            for _ in range(WARM_UPS + 3):
+                assert await session.run(steps) == 20
+            assert launched(cupy).count("graph") == 3
+            want = np.array([3.0, -2.0])
+            for _ in range(20 * (WARM_UPS + 3)):
+                want = want - np.tanh(want * want - 1) / 8
+            np.testing.assert_allclose(await session.run(w), want, rtol=1e-9)
+
+
 # -- branches and loops inside -----------------------------------------------------------------------------------------
 
 

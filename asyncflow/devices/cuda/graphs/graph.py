@@ -207,15 +207,16 @@ def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> Non
 class RegionGraph:
     """A captured region.
 
-    What its kernels use stays as long as it does: the buffers, which keep their pool, and the constants of the code.
+    What its kernels use stays as long as it does: the private pool, the buffers, and the constants of the code.
     """
 
-    __slots__ = ("_code", "_cupy", "_graph", "_inputs", "_outputs", "_place", "_raw")
+    __slots__ = ("_code", "_cupy", "_graph", "_inputs", "_memory", "_outputs", "_place", "_raw")
 
     def __init__(
         self,
         cupy: Cupy,
         raw: Raw,
+        memory: PrivateMemory,
         code: GraphCode,
         graph: Raw,
         place: Buffers,
@@ -230,6 +231,8 @@ class RegionGraph:
         ndarray = cupy.ndarray
         self._cupy = cupy
         self._raw = raw
+        # Buffers keep the pool as well, but a region may have none: its temporaries are at addresses of the graph, too.
+        self._memory = memory
         self._code = code
         self._graph = graph
         self._place = place
@@ -277,7 +280,7 @@ class RegionGraph:
             return starts, [without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in kept]
 
         graph, (starts, outputs) = yield from capture_in_slices(cupy, memory, record(), launches)
-        return cls(cupy, raw, code, graph, place, starts, outputs)
+        return cls(cupy, raw, memory, code, graph, place, starts, outputs)
 
     def launch(self, inputs: Sequence[Value], variables: RegionVariables) -> tuple[Placed, ...] | None:
         """The outputs for `inputs`, in new arrays; variables have their new values afterwards.
