@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 11_900,
+    "asyncflow/compiler/": 11_960,
     "asyncflow/runtime/": 10_915,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_280,
@@ -50,10 +50,10 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 64_190
+TOTAL: Final = 64_250
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
-    "layers, and kernels of each device": 915,
+    "layers, and kernels of each device": 855,
     "steps that a card captures": 295,
     "native code": 2_500,
     "the profiler": 2_200,

@@ -189,3 +189,49 @@ def test_cupy_reduces_by_itself_without_bindings(graph: Graph) -> None:
     xp = CompiledNumpy()
     fuse_and_compare(graph, [y, af.sum(y, axis=1), af.concat([y, y * x], axis=1)], {x: numbers(3, 5, dtype="f8")}, xp)
     assert len(xp.launched) == 1
+
+
+def soft(value: np.ndarray) -> np.ndarray:
+    weights = np.exp(value - value.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def test_a_softmax_is_one_kernel_with_the_scores_before_it(graph: Graph) -> None:
+    x = af.placeholder("float32", (3, 5))
+    scores = x * 0.5
+    results = [af.softmax(scores), af.log_softmax(scores, axis=1), af.max(scores, axis=-1)]
+    with np.errstate(all="ignore"):
+        made = fuse_and_compare(graph, results, {x: numbers(3, 5)}, np)
+    assert [members(node) for node in fused_nodes(made)] == [["multiply", "softmax", "log_softmax", "max"]]
+    with Graph() as other:
+        y = af.placeholder("float32", (3, 5))
+        alone = af.softmax(y)
+        upright = af.softmax(y, axis=0)
+    assert [members(node) for node in fused_nodes(fuse_line(line_of(other), [alone, upright])[0])] == [["softmax"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 3, 300])
+def test_softmax(graph: Graph, shared: FakeCupy, dtype: str, length: int) -> None:
+    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    x, y = af.placeholder(dtype, (None, None)), af.placeholder(dtype, (None, None))
+    scores = x - y
+    results = [scores, af.softmax(scores), af.sum(scores, axis=1), af.log_softmax(scores)]
+    value = numbers(70, length).astype(numpy_dtype)
+    other = laid(shared, np.ones((70, length), numpy_dtype), "gaps")
+    _, got = run(graph, results, {x: shared.asarray(value), y: other})
+    wide = (value - np.ones_like(value)).astype(np.float64)
+    tolerance = {"float64": 1e-12, "float32": 1e-5}.get(dtype, 2e-2)
+    for found, want in zip(got, [wide, soft(wide), wide.sum(axis=1), np.log(soft(wide))], strict=True):
+        assert found.dtype == numpy_dtype
+        np.testing.assert_allclose(found.astype(np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_a_softmax_of_infinities_and_nans(graph: Graph, shared: FakeCupy) -> None:
+    x = af.placeholder("float32", (5, 4))
+    value = np.array([[np.inf, 0, 1, 2], [-np.inf] * 4, [-np.inf, 0, 0, -np.inf], [np.nan, 1, 2, 3], [88, 1e38, 0, 0]])
+    with np.errstate(all="ignore"):
+        _, (got,) = run(graph, [af.softmax(x * 1.0)], {x: shared.asarray(value.astype("f"))})
+        np.testing.assert_allclose(got, soft(value.astype("f")), rtol=1e-6)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from asyncflow.compiler.program.kernels.chains import REDUCTIONS
+from asyncflow.compiler.program.kernels.chains import ENDS_OF_ROWS
 from asyncflow.compiler.program.kernels.kernels import is_host_spec
 from asyncflow.compiler.program.kernels.row_text import LONGEST_ROW
 from asyncflow.graph.ir import Attrs, Node, Tensor
@@ -79,7 +79,7 @@ def _parts(node: Node) -> Looks:
 
 def is_reduction(node: Node, shape: Shape) -> bool:
     """Return True if a kernel whose loop has this shape can reduce rows of it as the node does."""
-    if node.op not in REDUCTIONS or shape is None or not shape or node.inputs[0].shape is None:
+    if node.op not in ENDS_OF_ROWS or shape is None or not shape or node.inputs[0].shape is None:
         return False
     specs = node.inputs[0].spec, node.outputs[0].spec
     rank = len(shape)

@@ -7,7 +7,7 @@ node runs its members one by one.
 
 Units then take in views that only they use, and units of which they only use views: a chain may compute a matrix, cut
 it into four parts and go on with these. No value may be computed for more elements than it has. At last units take in
-joins of their results (`concat`), whose parts the kernel then writes, and reductions of results over last axes.
+joins of their results (`concat`), whose parts the kernel then writes, and reductions and softmaxes over last axes.
 
 Left alone are integers and booleans of rank 0, which are kept on the host, and dtypes without C++ type.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.compiler.program.kernels.chains import REDUCTIONS, Chain, Member
+from asyncflow.compiler.program.kernels.chains import ENDS_OF_ROWS, SCALINGS, Chain, Member
 from asyncflow.compiler.program.kernels.fused import FUSED
 from asyncflow.compiler.program.kernels.kernel_text import in_use
 from asyncflow.compiler.program.ordered import ordered
@@ -148,7 +148,7 @@ class _Line:
     def fuse(self) -> list[Node]:
         numbers = {node: number for number, node in enumerate(self.nodes)}
         fusable = [is_elementwise(node) for node in self.nodes]
-        if not any(fusable):
+        if not (any(fusable) or any(node.op in SCALINGS for node in self.nodes)):
             return list(self.nodes)
         for number, node in enumerate(self.nodes):
             self.units.append(_FusedUnit([number], node.outputs[0].shape if fusable[number] else None, 1 << number))
@@ -173,7 +173,7 @@ class _Line:
                 self._join_results(number, numbers)
         self._take_in_all()
         for number, node in enumerate(self.nodes):
-            if node.op in REDUCTIONS:
+            if node.op in ENDS_OF_ROWS:
                 self._reduce_results(number, numbers)
         return self._replaced(numbers)
 
@@ -261,8 +261,10 @@ class _Line:
     def _reduce_results(self, number: int, numbers: dict[Node, int]) -> None:
         """Add a reduction to the unit that computes its input, if one does."""
         node = self.nodes[number]
-        place = numbers.get(node.inputs[0].node)
-        if place is None or place in self._looks or self.nodes[place].op is CONCAT:
+        shape, place = node.inputs[0].shape, numbers.get(node.inputs[0].node)
+        if node.op in SCALINGS and is_reduction(node, shape):
+            self.units[number].shape = shape  # a kernel of its own, if no other takes it in
+        if place is None or place in self._looks or self._ends(place):
             return
         unit = self.units[place]
         if unit.shape is None or not is_reduction(node, unit.shape):
@@ -279,7 +281,7 @@ class _Line:
                 return False
             # A value that is read through several views is loaded, or computed, for each of them.
             reads, values = in_use(chain)
-            if len({_n_reduced(self.nodes[member]) for member in members if self.nodes[member].op in REDUCTIONS}) > 1:
+            if len({_n_reduced(self.nodes[member]) for member in members if self.nodes[member].op in ENDS_OF_ROWS}) > 1:
                 return False
             count, computed = len(reads) + len(chain.stores) + len(chain.reduced), len(values)
             if any(_size(shape) * times > _size(chain.specs[each].shape) for each, times in _again(values).items()):
@@ -314,11 +316,11 @@ class _Line:
         if unit.shape is None or not self._interface(unit.members)[1]:
             return False
         kernels = [self.nodes[member] for member in unit.members if member not in self._looks]
-        return len(kernels) > 1 or kernels[0].op.is_composite
+        return len(kernels) > 1 or kernels[0].op.is_composite or kernels[0].op in SCALINGS
 
     def _ends(self, number: int) -> bool:
         """Return True if a node can be part of a chain only as its end."""
-        return self.nodes[number].op in (CONCAT, *REDUCTIONS)
+        return self.nodes[number].op in (CONCAT, *ENDS_OF_ROWS)
 
     def _chain(self, numbers: Sequence[int], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Chain | None:
         """Return the chain of a unit's nodes; None if a node uses what another one has joined or reduced."""

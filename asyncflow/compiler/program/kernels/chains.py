@@ -15,6 +15,7 @@ from asyncflow.graph.op import Memory, Op
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.manipulation import CONCAT
 from asyncflow.ops.axes import normalize_axes
+from asyncflow.ops.layers.nn import LOG_SOFTMAX, SOFTMAX
 from asyncflow.ops.reductions.statistical import MAX, MEAN, MIN, SUM
 
 Lengths: TypeAlias = tuple[int, ...]
@@ -23,6 +24,11 @@ Lengths: TypeAlias = tuple[int, ...]
 
 REDUCTIONS = frozenset({SUM, MEAN, MAX, MIN})
 """The reductions that a chain may end with."""
+
+SCALINGS = frozenset({SOFTMAX, LOG_SOFTMAX})
+"""Ops that a chain may end with, and whose every element takes the whole row."""
+
+ENDS_OF_ROWS = REDUCTIONS | SCALINGS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +60,14 @@ class Member:
         return self.op is CONCAT
 
     @property
+    def scales(self) -> bool:
+        """True if each element of its output takes a whole row of its operand."""
+        return self.op in SCALINGS
+
+    @property
     def reduces(self) -> bool:
-        """True if it makes one element of each row of its operand."""
-        return self.op in REDUCTIONS
+        """True if it makes one element of each row of its operand, or scales the row."""
+        return self.op in ENDS_OF_ROWS
 
     @property
     def ends(self) -> bool:

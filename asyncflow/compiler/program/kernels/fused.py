@@ -60,7 +60,7 @@ def _kernel(xp: Namespace, *, chain: Chain) -> Kernel:
     if launches is None and elementwise_kernel is None:
         return one_by_one
     if chain.has_ends:
-        apart = _with_ends_apart(xp, chain)
+        apart = one_by_one if all(member.ends for member in chain.members) else _with_ends_apart(xp, chain)
         return apart if launches is None else PackedChain(chain, launches, apart)
     if launches is not None:
         return PackedChain(chain, launches, one_by_one)

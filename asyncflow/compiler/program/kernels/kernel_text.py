@@ -213,9 +213,10 @@ def packed_source(chain: Chain, form: Form) -> str:
     sizes = ("rows", "length") if form.lanes else ("n",)
     extents = [f"n{axis}" for axis in range(1, form.rank)]
     parameters += [f"const {index} {name}" for name in (*sizes, *extents, *strides)]
-    operation = "\n".join((*_positions(form, index), *loads, *body.lines, *stores))
+    computed = "\n".join((*_positions(form, index), *loads, *body.lines))
+    operation = "\n".join((computed, *stores))
     if form.lanes:
-        operation = rows_text(chain, body.reduced, operation, index, form.lanes)
+        operation = rows_text(chain, body.reduced, (operation, computed), index, form.lanes)
     else:
         start = f"({index})blockIdx.x * ({index})blockDim.x + ({index})threadIdx.x"
         step = f"({index})gridDim.x * ({index})blockDim.x"

@@ -57,6 +57,8 @@ def shapes_of(chain: Chain, shapes: Shapes) -> Shapes | None:
             given = tuple([found[operand] for operand in member.operands])
             if member.is_view:
                 found.append(view_kernel(member)(without_values(given[0])).shape)
+            elif member.scales:
+                found.append(given[0])
             elif member.reduces:
                 axis, keepdims = member.attrs["axis"], member.attrs["keepdims"]
                 found.append(tuple(extent or 0 for extent in reduced(given[0], axis, keepdims) or ()))
