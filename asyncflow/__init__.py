@@ -3,7 +3,8 @@
 Everything public is here, or in a module of its own. There are `asyncflow.fft` (Fourier transforms), `asyncflow.linalg`
 (decompositions, equations and norms of matrices) and `asyncflow.random` (seeded random ops). Models are made of
 `asyncflow.nn` (recurrent cells, loops over sequences, losses) and `asyncflow.optim` (training steps). `asyncflow.raw`
-has the control-flow primitives, and `asyncflow.profiler` timelines of traced runs.
+has the control-flow primitives, `asyncflow.profiler` timelines of traced runs, and `asyncflow.cuda` awaits streams of
+other libraries.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from asyncflow.foreign_names import DISTRIBUTION as _DISTRIBUTION
 from asyncflow.foreign_names import facade as _facade
 
 if _typing.TYPE_CHECKING:
+    from asyncflow import cuda as cuda
     from asyncflow import linalg as linalg
     from asyncflow import nn as nn
     from asyncflow import optim as optim
@@ -327,7 +329,7 @@ if _typing.TYPE_CHECKING:
     __array_namespace_info__ = _NamespaceInfo
 
 _HOMES = {
-    "": "linalg nn optim profiler raw",
+    "": "cuda linalg nn optim profiler raw",
     "autodiff.gradients": "gradients",
     "autodiff.pieces.custom_gradient": "custom_gradient",
     "autodiff.pieces.recompute": "recompute",
@@ -461,7 +463,7 @@ if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every
     __all__, __getattr__, __dir__ = _facade(
         "asyncflow",
         globals(),
-        modules=("fft", "linalg", "nn", "optim", "profiler", "random", "raw"),
+        modules=("cuda", "fft", "linalg", "nn", "optim", "profiler", "random", "raw"),
         homes=_HOMES,
         together=_TOGETHER,
     )

@@ -119,7 +119,6 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
         "InteractiveSession": "async with af.Session(graph) as session",
         "autograd": "af.gradients(ys, xs)",
         "bfloat16": 'the name "bfloat16" as a dtype, with the package ml_dtypes installed',
-        "cuda": "af.device('cuda:0') around the nodes to run there, and Session(devices=['cuda:0'])",
         "global_variables_initializer": "nothing: a variable begins with the value it is made of",
         "isin": "af.any(af.expand_dims(x, axis=-1) == values, axis=-1)",
         "keras": "af.nn and af.optim, which are functions",

@@ -37,12 +37,12 @@ CAPS: Final = {
     "asyncflow/lift/": 2_180,
     "asyncflow/control/": 2_005,
     "asyncflow/vertex/": 1_815,
-    "asyncflow/streams/": 1_780,
+    "asyncflow/streams/": 1_890,
     "asyncflow/cli/": 1_260,
     "asyncflow/profiler/": 1_140,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
-    "asyncflow/": 1_080,
+    "asyncflow/": 1_100,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 630,
@@ -50,11 +50,11 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 64_250
+TOTAL: Final = 64_380
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 855,
-    "steps that a card captures": 295,
+    "steps that a card captures": 165,
     "native code": 2_500,
     "the profiler": 2_200,
     "several hosts": 900,

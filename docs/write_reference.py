@@ -72,6 +72,7 @@ FAMILIES: Final = {
     "from_torch": "PyTorch",
 }
 MODULES: Final = {
+    "cuda": "Streams of other libraries: `af.cuda`",
     "fft": "Fourier transforms: `af.fft`",
     "linalg": "Linear algebra: `af.linalg`",
     "nn": "Recurrent cells, losses and initialisers: `af.nn`",

@@ -35,7 +35,7 @@ from asyncflow.runtime.executor.lone_firing import LoneFiring
 from asyncflow.runtime.gates import in_flight
 from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.scheduler.scheduler import Statistics
-from asyncflow.streams.cuda import stream as cuda_stream
+from asyncflow.streams.cuda import card as cuda_card
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests import loops
 from tests.adversary import Adversary
@@ -410,7 +410,7 @@ def _saved_values_move_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator
 def _closed_stand_ins_are_forgotten() -> Iterator[None]:
     """Forget closed stand-ins: a process keeps data of its one CuPy, and would keep them for every test's stand-in."""
     yield
-    for registry in (cuda_stream._cards, cuda_copies._cards):
+    for registry in (cuda_card._cards, cuda_copies._cards):
         for key in list(registry):
             cupy = key[0] if isinstance(key, tuple) else key
             if isinstance(cupy, FakeCupy) and cupy.engine.closed:

@@ -162,6 +162,7 @@ class Bindings:
             cudaStreamUpdateCaptureDependencies=self.update_dependencies,
             cudaStreamBeginCaptureToGraph=self.begin_to_graph,
             cudaStreamEndCapture=self.end_capture,
+            cudaStreamGetDevice=self.stream_device,
         )
 
     def launch_kernel(
@@ -243,6 +244,12 @@ class Bindings:
 
         self._engine.give(queue, "cuStreamWriteValue32", write, internal=True)
         return (CUresult.CUDA_SUCCESS,)
+
+    def stream_device(self, stream: int) -> tuple[Any, ...]:
+        try:
+            return CUresult.CUDA_SUCCESS, self._queue(stream).device
+        except CUDARuntimeError as error:
+            return error.status, None
 
     def capture_info(self, stream: int) -> tuple[Any, ...]:
         """``(error, status, id, graph, dependencies, edges, count)``."""

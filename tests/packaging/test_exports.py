@@ -18,7 +18,7 @@ from asyncflow import foreign_names, serving
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = [af, af.fft, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw, serving]
+MODULES = [af, af.cuda, af.fft, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw, serving]
 
 
 def place(name: str) -> tuple[bool, list[tuple[int, str]]]:
@@ -47,7 +47,7 @@ def test_package_exports_all_it_holds_but_its_rooms() -> None:
         for name, value in vars(af).items()
         if not name.startswith("_") and name != "annotations" and not isinstance(value, ModuleType)
     }
-    assert public | {"fft", "linalg", "nn", "optim", "profiler", "random", "raw"} == set(vars(af)["__all__"])
+    assert public | {"cuda", "fft", "linalg", "nn", "optim", "profiler", "random", "raw"} == set(vars(af)["__all__"])
 
 
 @pytest.mark.parametrize("module", [af, af.linalg, af.nn, af.profiler, af.raw], ids=lambda module: module.__name__)

@@ -156,7 +156,7 @@ def test_a_resting_loop_that_becomes_busy_looks_again(loop: Loop) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_open_tickets_always_have_a_turn_or_a_thread_to_come(loop: Loop, seed: int) -> None:
     """A turn of the loop comes, or their thread and a probe do; without tickets nothing is left to come."""
-    draw, looks = random.Random(seed), Lookout()
+    draw, looks = random.Random(f"looks {seed}"), Lookout()
     streams = [Tickets() for _ in range(3)]
     has_thread = dict.fromkeys(streams, False)
     for _ in range(2_000):
@@ -299,7 +299,7 @@ async def test_what_a_cancelled_waiter_held_stays_until_the_card_is_done(
 @pytest.mark.parametrize("seed", range(3))
 async def test_tickets_come_once_in_order_and_after_their_work(seed: int, work: WorkClock) -> None:
     """The loop's look or the thread brings them, and a card may be lost at any moment."""
-    draw = random.Random(seed)
+    draw = random.Random(f"tickets {seed}")
     with FakeCupy(devices=1, seed=seed) as cupy:
         stream, executed, order = CudaStream(cupy, 0, "cuda:0/compute"), list[int](), list[int]()
         failed: list[int] = []

@@ -548,7 +548,6 @@ async def test_a_dropped_stream_warns_and_its_thread_ends_after_its_work(cupy: F
     stream, done, held = CudaStream(cupy, 0, "dropped"), list[int](), Held()
     watch = weakref.ref(held)
     await ticket(stream)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "asyncflow:dropped")
     cupy.pause()
     stream.enqueue(launch, cupy, lambda: done.append(1))
     stream.hold(held)
@@ -557,6 +556,7 @@ async def test_a_dropped_stream_warns_and_its_thread_ends_after_its_work(cupy: F
     del stream
     with pytest.warns(ResourceWarning, match="stream dropped was dropped and not closed"):
         handles.clear()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "asyncflow:dropped")
     assert watch() is not None
     cupy.resume()
     await asyncio.to_thread(thread.join, PATIENCE_S)

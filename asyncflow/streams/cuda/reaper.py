@@ -17,8 +17,8 @@ has the GIL and waits for the driver. The driver does not call it at all once th
 
 | state of a `Reaper` | enters by                 | giving a ticket      | the thread                                 |
 |---------------------|---------------------------|----------------------|--------------------------------------------|
-| idle                | creation                  | starts the thread    | does not exist                             |
-| serving             | first ticket              | appends              | completes tickets in order                 |
+| idle                | creation                  | appends              | does not exist                             |
+| serving             | first ticket              | appends              | starts with the first ticket left to it    |
 | lost                | a CUDA error              | appends              | fails its tickets old and new, no calls    |
 | stopped             | `stop`, or stream dropped | `SessionClosedError` | completes its tickets, then ends           |
 | forked              | fork, in the child        | `SessionClosedError` | does not exist                             |
@@ -149,8 +149,8 @@ class Reaper(Lifecycle):
 
     @property
     def is_used(self) -> bool:
-        """True if the thread runs or is about to start."""
-        return self._thread is not None or self.pending > 0
+        """True if it has had a ticket."""
+        return self._mailbox is not None
 
     def give(self, ticket: Ticket, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Have a ticket finished on `loop`, or the running one, when all work that the stream has by now is done.
@@ -275,6 +275,8 @@ class Reaper(Lifecycle):
 
     def rest(self) -> None:
         """Have the thread wait for the tickets that it does not have yet."""
+        if self._thread is None and self.in_flight:
+            self._start()
         for ticket in islice(self.in_flight, self.queued, None):
             self._queue.put(ticket)
         self.queued = len(self.in_flight)
@@ -322,8 +324,6 @@ class Reaper(Lifecycle):
         self._asleep -= ticket.counts
 
     def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
-        if self._thread is None:
-            self._start()
         if ticket.event is None:
             if self._held:
                 ticket.holds = (*self._held, *ticket.holds)

@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.errors import InternalError
-from asyncflow.streams.cuda.flags import Flags
-from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
+from asyncflow.streams.cuda.card import PhysicalCard, card_of
+from asyncflow.streams.cuda.pooled_event import PooledEvent
 from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
 from asyncflow.streams.failures import KeptFailures, without_this_frame
 from asyncflow.streams.futures import resolve
@@ -104,12 +104,12 @@ class CudaStream:
     failures: KeptFailures = field(default_factory=KeptFailures)
     _failed: int = 0
     _closed: bool = False
-    _card: _PhysicalCard = field(init=False)
+    _card: PhysicalCard = field(init=False)
     _device: Raw = field(init=False)
     _reaper: Reaper = field(init=False)
 
     def __post_init__(self) -> None:
-        self._card = _card(self.cupy, self.physical)
+        self._card = card_of(self.cupy, self.physical)
         self._device = self.cupy.cuda.Device(self.physical)
         self.raw = self._card.take_stream()
         tell = partial(_tell, weakref.ref(self))
@@ -388,41 +388,6 @@ class CudaEvent:
             await self.stream.reach(self)
             self.seen_done = True
         self.stream.failures.raise_before(self._failed, self.stream.name)
-
-
-@dataclass(slots=True, eq=False)
-class _PhysicalCard:
-    """Streams and events of one physical CUDA device; they outlive the sessions that use them."""
-
-    cupy: Cupy
-    physical: int
-    events: EventPool
-    _free: list[Raw] = field(default_factory=list)
-    _made: list[Raw] = field(default_factory=list)  # also those that never come back: none is ever destroyed
-
-    def take_stream(self) -> Raw:
-        """Take a free ``cupy.cuda.Stream``, or make one."""
-        if self._free:
-            return self._free.pop()
-        with self.cupy.cuda.Device(self.physical):
-            raw = self.cupy.cuda.Stream(non_blocking=True)
-        self._made.append(raw)
-        return raw
-
-    def give_back(self, raw: Raw) -> None:
-        """Return a stream whose work is done and which no caller uses any more."""
-        self._free.append(raw)
-
-
-_cards: dict[tuple[Cupy, int], _PhysicalCard] = {}
-"""By CuPy module, of which there are several in tests, and CUDA ordinal."""
-
-
-def _card(cupy: Cupy, physical: int) -> _PhysicalCard:
-    card = _cards.get((cupy, physical))
-    if card is None:
-        card = _cards[cupy, physical] = _PhysicalCard(cupy, physical, EventPool(cupy, Flags(cupy)))
-    return card
 
 
 def _tell(stream: weakref.ref[CudaStream], error: BaseException) -> None:
