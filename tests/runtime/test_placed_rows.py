@@ -101,7 +101,7 @@ async def test_the_next_step_is_launched_before_a_predicate_is_read(
     give = cupy.engine.give
 
     def noted(queue: Any, name: str, *args: Any, **options: Any) -> Any:
-        if name in ("asyncflow_tanh_add", "memcpyAsync"):
+        if name in ("asyncflow_tanh_add_sum", "memcpyAsync"):
             if log == [] and name != "memcpyAsync":
                 cupy.pause()
             if log or name != "memcpyAsync":
