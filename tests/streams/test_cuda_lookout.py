@@ -249,9 +249,13 @@ async def test_an_idle_loop_sleeps_until_the_thread_wakes_it(cupy: FakeCupy, str
     launch(cupy, stream)
     done = ticket(stream)
     await until(lambda: stream._reaper.queued > 0)
+
+    def sleeps() -> bool:
+        return "eventSynchronize" in {name for thread, name in cupy.calls if thread != threading.get_ident()}
+
+    await until(sleeps)
     cupy.resume()
     await done
-    assert "eventSynchronize" in {name for thread, name in cupy.calls if thread != threading.get_ident()}
 
 
 @pytest.mark.every_loop
