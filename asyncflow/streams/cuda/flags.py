@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.streams.cuda.bindings import bindings_beside
@@ -21,7 +20,7 @@ from asyncflow.streams.cuda.bindings import bindings_beside
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
+    from asyncflow.streams.cuda.cupy_types import Cupy
 
 WORDS: Final = 16
 """Words from one flag to the next: a cache line, as a card that writes would take it from readers of its neighbours."""
@@ -43,14 +42,18 @@ class Flag:
     Attributes:
         words: the allocation that the word is in.
         index: of the word.
-        write: ``write(number)`` makes the stream write, after its work so far; it returns CUDA's code.
+        write: ``write(stream, address, number, 0)`` makes the stream write, after its work so far.
+        stream: its handle.
+        address: of the word.
         failed: makes an error of a code.
         given: the last number that the stream was to write.
     """
 
     words: ctypes.Array[ctypes.c_uint32]
     index: int
-    write: Callable[[int], int]
+    write: Callable[[int, int, int, int], tuple[int]]
+    stream: int
+    address: int
     failed: Callable[[int], Exception]
     given: int = 0
 
@@ -61,9 +64,9 @@ class Flag:
             CUDARuntimeError: the device failed.
         """
         number = (self.given + 1) % WRAP
-        code = self.write(number)
+        (code,) = self.write(self.stream, self.address, number, 0)
         if code:
-            raise self.failed(code)
+            raise self.failed(int(code))
         self.given = number
         return number
 
@@ -106,10 +109,8 @@ class Flags:
         index = WORDS * self._used
         self._used += 1
         page[index] = 0
-        write = partial(_written, self._driver, stream, ctypes.addressof(page) + 4 * index)
+        address = ctypes.addressof(page) + 4 * index
         # A driver may refuse. A card that is lost refuses, too, and says so again where an error counts.
-        return None if write(0) else Flag(page, index, write, runtime.CUDARuntimeError)
-
-
-def _written(driver: Raw, stream: int, address: int, number: int) -> int:
-    return int(driver(stream, address, number, 0)[0])
+        if self._driver(stream, address, 0, 0)[0]:
+            return None
+        return Flag(page, index, self._driver, stream, address, runtime.CUDARuntimeError)

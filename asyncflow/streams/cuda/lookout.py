@@ -111,7 +111,9 @@ class Lookout:
         took_s, self._at_s = now_s - self._at_s, now_s
         self._alone_s = 0.0 if took_s > self._long_s else self._alone_s + took_s
         try:
-            self._look()
+            for tickets in [*self.watched]:
+                if tickets.look():
+                    self.watched.pop(tickets, None)
         finally:  # a delivery that raises reaches the loop's exception handler
             if self.watched and (now_s < self._sure_until_s or not self._has_looked_enough(now_s)):
                 loop.call_soon(self._turn, loop, context=self._context)
@@ -124,17 +126,13 @@ class Lookout:
     def _has_looked_enough(self, now_s: float) -> bool:
         return self._alone_s > SPIN_S or now_s - max(self._since_s, self._sure_until_s) > RECHECK_S
 
-    def _look(self) -> None:
-        for tickets in [*self.watched]:
-            if tickets.look():
-                self.watched.pop(tickets, None)
-
     def _probe(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_probing = False
         try:
             for tickets in [*self.watched]:
                 tickets.probe()
-            self._look()
+                if tickets.look():
+                    self.watched.pop(tickets, None)
         finally:
             if self.watched:
                 self._is_probing = True
@@ -156,14 +154,15 @@ class Lookout:
             self._alone_s = 2 * SPIN_S
 
 
-_lookouts: WeakKeyDictionary[asyncio.AbstractEventLoop, Lookout] = WeakKeyDictionary()
+lookouts: WeakKeyDictionary[asyncio.AbstractEventLoop, Lookout] = WeakKeyDictionary()
+"""The looks of each loop that has some; `lookout_of` makes them."""
 
 
 def lookout_of(loop: asyncio.AbstractEventLoop) -> Lookout | None:
     """The loop's; on its thread. None for a loop on virtual time, which waits for threads by itself."""
     if isinstance(loop, VirtualClockLoop):
         return None
-    found = _lookouts.get(loop)
+    found = lookouts.get(loop)
     if found is None:
-        found = _lookouts[loop] = Lookout()
+        found = lookouts[loop] = Lookout()
     return found

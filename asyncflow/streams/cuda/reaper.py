@@ -37,7 +37,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.streams.cuda.flags import Flag
-from asyncflow.streams.cuda.lookout import lookout_of
+from asyncflow.streams.cuda.lookout import lookout_of, lookouts
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
 from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
@@ -268,7 +268,10 @@ class Reaper(Lifecycle):
         for _ in range(min(len(tickets), MAX_BATCH)):
             ticket = tickets[0]
             # Those of a loop that is closed are for the thread to discard.
-            if ticket.mailbox is not self._mailbox or not self._has_passed(ticket):
+            if ticket.mailbox is not self._mailbox:
+                break
+            event = ticket.event
+            if (event is None or not event.has_passed()) and not self._is_past_all_the_same(ticket):
                 break
             self._deliver(ticket)
         return not tickets
@@ -286,11 +289,9 @@ class Reaper(Lifecycle):
         if self.in_flight and (event := self.in_flight[0].event) is not None:
             self._is_done(event)
 
-    def _has_passed(self, ticket: Ticket) -> bool:
-        """Return True if the ticket's work is done, or will never be; note the error then."""
+    def _is_past_all_the_same(self, ticket: Ticket) -> bool:
+        """Return True if a ticket without a written flag is done as well, or never will be; note the error then."""
         event = ticket.event
-        if event is not None and event.has_passed():
-            return True
         if self.lost is None and event is not None and event.flag is None:
             self._is_done(event)  # it was recorded for others, and is asked for one by one
             if event.seen_done:
@@ -302,7 +303,10 @@ class Reaper(Lifecycle):
         """Finish the oldest ticket, unless the other way to the loop was faster."""
         if ticket.is_over:
             return
-        self._take(ticket)
+        oldest = self.in_flight.popleft()
+        assert oldest is ticket
+        self.queued = max(0, self.queued - 1)
+        self._asleep -= ticket.counts
         # The device is reported as lost before any waiter sees the error, so that a retry finds it lost.
         try:
             if ticket.error is not None:
@@ -313,15 +317,10 @@ class Reaper(Lifecycle):
     def _discard(self, ticket: Ticket) -> None:
         """Forget the oldest ticket, of a loop that is closed; also on the reaper's thread."""
         if not ticket.is_over:
-            self._take(ticket)
+            self.in_flight.popleft()
+            self.queued = max(0, self.queued - 1)
+            self._asleep -= ticket.counts
             ticket.drop()
-
-    def _take(self, ticket: Ticket) -> None:
-        """Count the oldest ticket off."""
-        oldest = self.in_flight.popleft()
-        assert oldest is ticket
-        self.queued = max(0, self.queued - 1)
-        self._asleep -= ticket.counts
 
     def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
         if ticket.event is None:
@@ -334,12 +333,13 @@ class Reaper(Lifecycle):
         self._asleep += ticket.counts
         ticket.mailbox = mailbox
         self.in_flight.append(ticket)
-        lookout = None if self._flag is None else lookout_of(mailbox.loop)
+        loop = mailbox.loop
+        lookout = None if self._flag is None else lookouts.get(loop) or lookout_of(loop)
         if lookout is None:
             mailbox.expect()
             self.rest()
         else:
-            lookout.watch(self, mailbox.loop)
+            lookout.watch(self, loop)
 
     def _marked(self) -> PooledEvent | None:
         """A new event after all work so far; None if the device is lost."""
