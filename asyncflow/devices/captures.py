@@ -289,6 +289,14 @@ class GraphCache(Generic[Graph]):
         self._found[key] = seen + 1
         return False
 
+    def forget_calls(self, key: Hashable) -> None:
+        """Forget the calls with inputs of a kind that has no graph, since one has failed: a capture would fail, too.
+
+        A capture that fails is the last one. So three calls with wrong inputs would end the graphs of all others.
+        """
+        if isinstance(self._found.get(key), int):
+            del self._found[key]
+
     @contextmanager
     def capturing(self, key: Hashable, place: Hashable = ()) -> Iterator[Callable[[Graph], None]]:
         """A block that captures the graph for `key` and `place`, and hands it to the function that it gets.

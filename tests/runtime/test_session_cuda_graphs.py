@@ -35,6 +35,29 @@ async def test_a_region_is_captured_and_gives_the_same() -> None:
             assert any("CUDA graph" in buffer.label for buffer in session.devices[0].memory.top(100))
 
 
+@pytest.mark.parametrize("in_loop", [False, True], ids=["straight", "loop"])
+async def test_calls_that_fail_leave_the_graphs_of_others(in_loop: bool) -> None:
+    with small_cards(0) as cupy:
+        with af.Graph() as graph:
+            x, y = af.placeholder("float32", (None,)), af.placeholder("float32", (None,))
+            z = x + y
+            if in_loop:
+                z = af.while_loop(lambda i, _: i < 6, lambda i, z: (i + 1, af.tanh(z) - af.max(z) + y), (0, z))[1]
+            else:
+                for _ in range(3):
+                    z = af.tanh(z) - af.max(z)
+        three, four = np.ones(3, np.float32), np.ones(4, np.float32)
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            for _ in range(WARM_UPS):
+                expected = await session.run(z, {x: four, y: four})
+            for _ in range(WARM_UPS + 1):  # of a client whose every request is wrong
+                with pytest.raises(af.KernelError, match="broadcast"):
+                    await session.run(z, {x: three, y: four})
+            cupy.engine.launches.clear()
+            np.testing.assert_array_equal(await session.run(z, {x: four, y: four}), expected)
+            assert launched(cupy).count("graph") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "graphs"), [({}, 0), ({"device_while": True}, 1), ({"cuda_graphs": True}, 1)], ids=str
 )

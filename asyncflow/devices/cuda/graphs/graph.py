@@ -19,7 +19,8 @@ graph is launched later.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -346,7 +347,10 @@ class CapturedRegion:
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
         """Return the results of `function` for these inputs."""
         outputs: tuple[Value, ...] | None = run_to_end(self._launched(inputs))
-        return self.function(*inputs) if outputs is None else outputs
+        if outputs is None:
+            with self._counted(inputs):
+                outputs = self.function(*inputs)
+        return outputs
 
     def steps(self, *inputs: Value) -> Steps[tuple[Placed, ...]]:
         """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step.
@@ -355,8 +359,23 @@ class CapturedRegion:
         """
         outputs: tuple[Value, ...] | None = yield from self._launched(inputs)
         if outputs is None:
-            outputs = yield from self.function(*inputs)
+            with self._counted(inputs):
+                outputs = yield from self.function(*inputs)
         return outputs
+
+    @contextmanager
+    def _counted(self, inputs: Sequence[Value]) -> Iterator[None]:
+        """A block that calls `function`: if that fails, the call is not counted among those before a capture."""
+        try:
+            yield
+        except Exception:
+            self.graphs.forget_calls(self._key(inputs[1:] if self.takes_context else inputs))
+            raise
+
+    def _key(self, inputs: Sequence[Value]) -> tuple[Hashable, ...] | None:
+        """The key of a graph for `inputs` and the present values of variables; None if there is none."""
+        own, kinds = key_of(inputs, self.cupy.ndarray, self.code.numbers), self._variables.kinds()
+        return None if own is None or kinds is None else (*own, *kinds)
 
     def _launched(self, inputs: Sequence[Value]) -> Steps[tuple[Placed, ...] | None]:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
