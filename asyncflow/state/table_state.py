@@ -32,9 +32,15 @@ class TableState:
 
     Invariants: all columns have `rows` rows; each of the first `size` rows was written, or lies before a written one;
     `end` is where the next row is appended. All three change together, under the lock.
+
+    Attributes:
+        last_write: an object that only the last write has made.
     """
 
-    __slots__ = ("__weakref__", "_captures", "_columns", "_lock", "_page_rows", "end", "name", "names", "rows", "size")
+    __slots__ = (
+        *("__weakref__", "_captures", "_columns", "_lock", "_page_rows"),
+        *("end", "last_write", "name", "names", "rows", "size"),
+    )
 
     def __init__(self, name: str, rows: int, names: Sequence[str], specs: Sequence[Spec]) -> None:
         self.name = name
@@ -43,6 +49,7 @@ class TableState:
         # Memory that nobody has written to yet takes no room.
         self._columns: Sequence[Array] = [np.zeros((rows, *map(int, s.shape or ())), s.dtype) for s in specs]  # type: ignore[arg-type]
         self.size = self.end = 0
+        self.last_write = object()
         self._page_rows = max(1, PAGE_BYTES * rows // max(1, sum(column.nbytes for column in self._columns)))
         self._lock = Lock()
         self._captures: list[ref[TableCapture]] = []
@@ -125,6 +132,7 @@ class TableState:
                 raise ShapeError(
                     f"{name} of table {self.name!r} takes {expected} here; got {format_shape(value.shape)}"
                 )
+        self.last_write = object()
         if self._captures:
             self._keep(positions)
         for column, value in zip(self._columns, values, strict=True):
@@ -187,6 +195,7 @@ class TableState:
             column[:size] = arrays[name]
         with self._lock:
             self._columns, self.size, self.end = columns, size, end
+            self.last_write = object()
             self._captures = []  # the columns that they look at are written no more
 
     @property
@@ -202,6 +211,7 @@ class TableState:
     @value.setter
     def value(self, given: Array) -> None:
         with self._lock:
+            self.last_write = object()
             self.size, self.end = int(given["size"]), int(given["end"])
             for name, column in zip(self.names, self._columns, strict=True):
                 column[...] = given[name]

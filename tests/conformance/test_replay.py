@@ -472,3 +472,141 @@ async def test_other_fields_than_a_run_has_are_named(tmp_path: Path, damage: dic
     path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
     with pytest.raises(af.ReplayError):
         await af.replay(path)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_an_error_after_the_end_does_not_come_before_it(
+    open_session: OpenSession, tmp_path: Path, *, is_cancelled: bool
+) -> None:
+    """Behaviour 78: a function under way fails only when its run is ended; its replay ends as the run did."""
+    reached = asyncio.Event()
+
+    @af.op(outputs=af.spec("int64", ()))
+    async def late(x: np.int64) -> np.int64:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("too late") from None
+        return x
+
+    @af.op(outputs=af.spec("int64", ()))
+    async def quick(x: np.int64) -> np.int64:
+        await asyncio.sleep(0)
+        return x
+
+    @af.op(outputs=af.spec("int64", ()))
+    async def last(x: np.int64) -> np.int64:
+        if not is_cancelled:
+            raise ValueError("in time")
+        reached.set()
+        await asyncio.Event().wait()
+        return x
+
+    with af.Graph() as graph:
+        fetches = [late(af.constant(1)), last(quick(af.constant(2)))]
+    path = tmp_path / "run.json"
+    async with open_session(graph) as session:
+        run = asyncio.create_task(session.run(fetches, record=path))
+        if is_cancelled:
+            await reached.wait()
+            run.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else af.KernelError):
+            await run
+    if is_cancelled:
+        assert await af.replay(path, graph) == {}
+    else:
+        with pytest.raises(af.KernelError, match="in time"):
+            await af.replay(path, graph)
+
+
+async def test_a_run_that_was_stopped_at_its_very_end_gives_no_values(tmp_path: Path) -> None:
+    """Behaviour 78: a deadline may pass when all firings have ended, and before the caller has the values."""
+    path = tmp_path / "run.json"
+    with af.Graph() as graph:
+        y = af.tanh(af.constant([1.0, 2.0]))
+    async with af.Session(graph) as session:
+        await session.run(y, record=path)
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "status": "DeadlineExceeded: too late", "checksums": []}))
+    assert await af.replay(path, graph) == {}
+
+
+async def test_a_run_that_does_not_begin_has_no_record(tmp_path: Path) -> None:
+    """Behaviour 78: what was refused has nothing to be done again, and keeps its own error."""
+    gate = asyncio.Event()
+
+    @af.op(outputs=af.spec("float64", ()))
+    async def wait(x: np.float64) -> np.float64:
+        await gate.wait()
+        return x
+
+    path = tmp_path / "run.json"
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        y = wait(x)
+    async with af.Session(graph, max_runs=1, max_queued=0) as session:
+        first = asyncio.create_task(session.run(y, {x: 1.0}))
+        await until(lambda: session.statistics().runs == 1)
+        with pytest.raises(af.OverloadedError):
+            await session.run(y, {x: 1.0}, record=path)
+        gate.set()
+        await first
+        with pytest.raises(af.FeedError):
+            await session.run(y, {x: ["a", "b"]}, record=path)
+    assert not path.exists()
+
+
+def _touched(kind: str, tool: Any) -> tuple[Any, Any]:
+    """Return a function that touches a variable or table, and a write of another run."""
+    if kind == "table":
+        table = af.Table(3, af.spec("float64", ()), name="table")
+        return lambda x: (table.append(x), af.sum(table.gather([0, 1, 2])), table.size()), lambda: table.append(0.25)
+    v = af.Variable(2.0, name="v")
+    touches: dict[str, Any] = {
+        "read": lambda x: v.read() * x,
+        "assign": lambda x: (v.assign_add(x), v.read()),
+        "update": lambda x: v.update(lambda old, y: old * tool(y), x),
+    }
+    return touches[kind], lambda: v.assign_add(0.5)
+
+
+@pytest.mark.parametrize("kind", ["read", "assign", "update", "table"])
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_what_other_runs_wrote_is_in_the_record(
+    open_session: OpenSession, tmp_path: Path, kind: str, *, is_first: bool
+) -> None:
+    """Behaviour 78: another run writes a variable or table before its first use, or between two."""
+    written, reached, calls = asyncio.Event(), asyncio.Event(), 0
+
+    @af.op(outputs=af.spec("float64", ()), stateful=True)
+    async def wait(x: np.float64) -> np.float64:
+        reached.set()
+        await written.wait()
+        return x
+
+    def tool(x: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return x + calls
+
+    op = af.op(tool, outputs=af.spec("float64", ()), name="tool")  # type: ignore[call-overload]
+    touch, write = _touched(kind, op)
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        before = [] if is_first else [touch(x)]
+        with af.control_dependencies([wait(x)]):
+            fetches = [*before, touch(x + 1.0), touch(x + 2.0)]
+    with af.Graph():
+        change = write()
+    path = tmp_path / "run.json"
+    async with open_session() as session:
+        run = asyncio.create_task(session.run(fetches, {x: 1.5}, record=path))
+        await reached.wait()
+        await session.run(change)
+        written.set()
+        fetched = await run
+    asked = calls
+    again = await af.replay(path, graph)
+    leaves = [leaf for each in fetched for leaf in (each if isinstance(each, tuple) else (each,))]
+    assert [np.asarray(each).tobytes() for each in again.values()] == [np.asarray(each).tobytes() for each in leaves]
+    assert calls == asked

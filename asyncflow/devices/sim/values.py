@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.protocol import Deliver, Placed, Shape
     from asyncflow.streams.sim.stream import SimEvent, SimStream
-    from asyncflow.values import Array, Value
+    from asyncflow.values import Array, Index, Value
 
 
 SMALL_BYTES = 4096
@@ -244,6 +244,12 @@ class SimArray(DeviceArray):
     def device(self) -> str:
         """Name of the array's device."""
         return self.storage.home.name
+
+    def __getitem__(self, key: Index) -> SimArray:
+        """A view of a part, written by the same work."""
+        part = self.stand_in()[key]
+        data = None if self.data is None else part
+        return SimArray(data, self.dtype, part.shape, self.storage, self.written, self.name)
 
     def to_host(self, deliver: Deliver) -> None:
         """Copy the array to the host, on ``d2h``; see `SimDevice.copy_to_host`."""

@@ -423,6 +423,8 @@ class Executor(PartitionRun):
         except BaseException as error:
             self.kernel_failed(error, node, iteration, inputs)
             return
+        if self.recorder is not None:
+            self.recorder.ended(node, iteration, result, at_once=True)
         self.record_spans(spans, device, node, iteration, result)
         self.complete(node, iteration, inputs, result)
 

@@ -105,8 +105,10 @@ class Recorder:
         attempt: int = 0,
     ) -> None:
         """Record a firing that ran on the event loop, on a stream's thread or as a coroutine."""
-        if self.order is not None and status == "ok":
-            self.order.ended(self._partition, node, iteration, result, self._device)
+        if status == "ok":
+            self.ended(node, iteration, result, at_once=stream == "inline")
+        elif self.order is not None and status == "cancelled":
+            self.order.withdrawn(self._partition, node, iteration)
         ready = self._since(node, iteration, started)
         fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
         self._add(fired._replace(status=status, queued_ns=queued_ns, part=max(attempt - 1, 0), attempt=attempt))
@@ -147,8 +149,13 @@ class Recorder:
         log = self.order.calls(self._partition, node, iteration)
         return context if log is None else in_log(context, log)
 
+    def ended(self, node: PlanNode, iteration: Iteration, result: Value, *, at_once: bool) -> None:
+        """Note that a firing has its result, or that a device with a stream will have it; see `PickLog.ended`."""
+        if self.order is not None:
+            self.order.ended(self._partition, node, iteration, result, self._device, at_once=at_once)
+
     def failed(self, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
-        """Note that a firing failed, and its run with `error`."""
+        """Note that a firing failed with `error`, which ends the run unless that was ended before."""
         if self.order is not None:
             self.order.failed(self._partition, node, iteration, error)
 

@@ -198,7 +198,7 @@ class InFlight:
         if ask.is_part or passed.number is not None:
             self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
         elif ask.trace is not None and ask.trace.order is not None:
-            ask.trace.order.run, ask.trace.order.placement = run.number, plan.placement.devices
+            ask.trace.order.begin(run.number, plan.placement.devices)
         if passed.claim is not None:
             passed.claim.part = run.part
         if self.atomic.claims:

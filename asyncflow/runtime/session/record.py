@@ -31,9 +31,12 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.user.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.calls.calls import Call
 from asyncflow.runtime.calls.session_options import OF_ITS_PLACE, SessionOptions
-from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, checksum
+from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, UNANSWERED, OnCard, Pick, PickLog, checksum
 from asyncflow.runtime.watch.trace import Trace
+from asyncflow.state.table import Table
 from asyncflow.state.table_state import TableCapture, TableState
+from asyncflow.state.variables.held import HeldValue
+from asyncflow.state.variables.variable import Variable
 from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Nest, Value
@@ -55,6 +58,10 @@ _KINDS: Final = (
     | dict.fromkeys(("options", "lines", "placement"), dict)
 )
 """Types of the fields that are read as they are written."""
+
+
+_MARKS: Final = {"computed": COMPUTED, "elsewhere": ELSEWHERE, "none": UNANSWERED}
+"""Marks in place of answers, by their names in a record."""
 
 
 class SessionFacts(NamedTuple):
@@ -201,50 +208,54 @@ async def _recorded(
     call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
 ) -> Nest:
     # A trace without room: runs take the log of picks from it, and record no firings.
-    graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0, detail="node")
-    trace.order = log
+    graph, trace = call.request.graph, Trace(capacity=0, detail="node")
     resources = resources_by_label(graph)
     states = {label: about.lookup(it) for label, it in resources.items()}
-    # Tables are captured here, in one step of the event loop, and copied out on a thread: writes go on meanwhile.
+    # All are captured here, in one step of the event loop, and copied out on a thread: writes go on meanwhile.
+    trace.order = log = PickLog(about.lookup, [it for it in resources.values() if isinstance(it, Variable | Table)])
+    variables = {label: (state, state.value) for label, state in states.items() if isinstance(state, VariableState)}
     captures = {label: state.capture() for label, state in states.items() if isinstance(state, TableState)}
-    before = await call_beside(_start_values, states)
+    before = await call_beside(_each, _start_value, variables)
     tables = await call_beside(_each, TableCapture.arrays, captures)
     status, results = "ok", None
     try:
         results = await run(trace)
+        log.end(None)
         return results
     except BaseException as error:
+        log.end(error)
         status = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
     finally:  # a run that failed is the one to be looked at
-        await log.copied()
-        text, why = _text_of(graph, resources.values())
-        # What is fed as a number or a string has its tensor's dtype in the run.
-        pairs = zip(call.request.feeds, values, strict=True)
-        feeds = {tensor.name: np.asarray(value, tensor.dtype) for tensor, value in pairs}
-        leaves = [] if status != "ok" else nest.flatten_like(call.structure, results, nested_leaves=True)
-        record = Record(
-            graph=text,
-            why_no_graph=why,
-            lines={node.name: str(node.location) for node in graph.walk()},
-            fetches=[_name(fetch, resources) for fetch in call.request.fetches],
-            feeds=feeds,
-            variables=before,
-            tables=tables,
-            devices=about.devices,
-            options=_plain_options(about.options),
-            run=log.run,
-            random_seed=about.random_seed,
-            picks=log.picks,
-            answers=log.answers,
-            status=status,
-            placement=log.placement,
-            checksums=[checksum(value) for value in leaves],
-        )
-        # On a thread: records of long runs have many megabytes.
-        await call_beside(record.save, path)
-        if (missing := record.lacks()) is not None:
-            _log.warning("%s cannot be replayed: %s", path, record.why_it_lacks(missing))
+        if log.run:  # it has begun
+            await log.copied()
+            text, why = _text_of(graph, resources.values())
+            # What is fed as a number or a string has its tensor's dtype in the run.
+            pairs = zip(call.request.feeds, values, strict=True)
+            feeds = {tensor.name: np.asarray(value, tensor.dtype) for tensor, value in pairs}
+            leaves = [] if status != "ok" else nest.flatten_like(call.structure, results, nested_leaves=True)
+            record = Record(
+                graph=text,
+                why_no_graph=why,
+                lines={node.name: str(node.location) for node in graph.walk()},
+                fetches=[_name(fetch, resources) for fetch in call.request.fetches],
+                feeds=feeds,
+                variables=before,
+                tables=tables,
+                devices=about.devices,
+                options=_plain_options(about.options),
+                run=log.run,
+                random_seed=about.random_seed,
+                picks=log.picks,
+                answers=log.answers,
+                status=status,
+                placement=log.placement,
+                checksums=[checksum(value) for value in leaves],
+            )
+            # On a thread: records of long runs have many megabytes.
+            await call_beside(record.save, path)
+            if (missing := record.lacks()) is not None:
+                _log.warning("%s cannot be replayed: %s", path, record.why_it_lacks(missing))
 
 
 def _checked(path: Path) -> Path:
@@ -269,10 +280,12 @@ def resources_by_label(graph: Graph) -> dict[str, Resource]:
     return {label: resource for resource, label in printer.resources.items()}
 
 
-def _start_values(states: Mapping[str, object]) -> dict[str, Array | Spec]:
-    """The values of the variables among the states, or their specs; blocks until values are on the host."""
-    variables = {label: state for label, state in states.items() if isinstance(state, VariableState)}
-    return {label: state.spec if state.value is None else state.read() for label, state in variables.items()}
+def _start_value(captured: tuple[VariableState, Array | HeldValue | None]) -> Array | Spec:
+    """Return the captured value of a variable, or its spec if there was none; blocks until that is on the host."""
+    state, value = captured
+    if value is None:
+        return state.spec
+    return value.on_host() if isinstance(value, HeldValue) else value
 
 
 def _text_of(graph: Graph, resources: Iterable[Resource]) -> tuple[str, str]:
@@ -313,8 +326,9 @@ def _each(change: Callable[[_V], _W], values: Mapping[str, _V]) -> dict[str, _W]
 
 def _written_answer(answer: object) -> tuple[str, object]:
     """Return the kind of an answer, and its content as JSON."""
-    if answer is COMPUTED or answer is ELSEWHERE:
-        return "computed" if answer is COMPUTED else "elsewhere", None
+    for kind, mark in _MARKS.items():
+        if answer is mark:
+            return kind, None
     if isinstance(answer, CallLog):
         return "calls", [_written_outcome(outcome) for outcome in answer.outcomes]
     if isinstance(answer, OnCard):
@@ -336,8 +350,8 @@ def _written_outcome(outcome: Outcome) -> tuple[str, object]:
 
 
 def _read_answer(kind: str, found: object) -> object:
-    if kind in ("computed", "elsewhere"):
-        return COMPUTED if kind == "computed" else ELSEWHERE
+    if kind in _MARKS:
+        return _MARKS[kind]
     # Kinds that this release does not know fail below, as they are no text of a value.
     if kind == "refusal":  # of release 0.2: a closed queue, or an input at its end
         reason, queue, left = cast("tuple[str, str, int]", found)

@@ -406,8 +406,9 @@ class Session(CheckpointedSession, NotPickled):
                 first; of equal ones, the run whose `timeout` passes first; then the run that came first. Each waiting
                 number gets at least an eighth (of nine or more, an equal part).
             record: a path for a record that `replay` needs to repeat the run: the order in which its nodes were taken,
-                and all else, however the run ends once it has begun. Not together with `trace`. Such a run is
-                interpreted, and firings that touch variables stay on the event loop.
+                what other runs wrote to its variables, and all else. It is written however the run ends once it has
+                begun. Not together with `trace`. Such a run is interpreted, and firings that touch variables stay on
+                the event loop.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).

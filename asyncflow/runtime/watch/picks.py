@@ -3,13 +3,14 @@
 The results of a run depend on no other order. State is read and written by the firing that is taken, on the event loop,
 before the next firing is taken. The order in which coroutines and threads end shows in the firings taken after it.
 Values that other runs and the world hand to a firing, such as an element of a queue, are recorded as well: its
-*answer*.
+*answer*. Once another run has written a variable or table of the run, the results of its firings on that are answers,
+too: a replay has no other run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
@@ -24,7 +25,7 @@ from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import ReplayError
 from asyncflow.graph.facts import CALL_AGAIN
 from asyncflow.graph.ir import Node
-from asyncflow.graph.resource import resources_of, waits_in_line
+from asyncflow.graph.resource import Resource, resources_of, waits_in_line
 from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.user.recorded_calls import CallLog, CallReplay, Raised
 from asyncflow.state.table import Table
@@ -72,7 +73,8 @@ def asks_others(node: Node) -> bool:
     """Return True if other runs, or the world, contribute to a node's results: for nodes with queues, inputs and
     batches.
 
-    Variables and tables are as the record has them, and so are results of user functions: see `calls_functions`.
+    Variables and tables are as the record has them, unless others write them during the run. Results of user functions
+    are in the record as well: see `calls_functions`.
     """
     return waits_in_line(node) or any(not isinstance(each, Variable | Table) for each in resources_of(node))
 
@@ -101,26 +103,58 @@ class Pick(NamedTuple):
         return f"{self.node} in iteration {self.tag}" if self.tag else self.node
 
 
+class WatchedState(Protocol):
+    """The state of a variable or table."""
+
+    @property
+    def last_write(self) -> object:
+        """An object that only the last write has made."""
+
+
 class PickLog:
     """A log of the firings taken.
+
+    Args:
+        lookup: finds the states of variables and tables.
+        resources: the run's variables and tables.
 
     Attributes:
         picks: so far, in order, over all partitions.
         answers: of ended firings that `asks_others` names, by their places among the picks; or their error, or
-            `ELSEWHERE`; of firings that `calls_functions` names, their calls. Copies from cards come until `copied`.
-        run: the number of the run, once it has begun.
+            `ELSEWHERE`; of firings that `calls_functions` names, their calls. Copies from cards come until `copied`,
+            and which error the run ended with is known by `end`.
+        run: the number of the run; 0 until it begins.
         placement: the devices of nodes by name, once it has begun.
     """
 
-    def __init__(self) -> None:
-        self.run = 1
+    def __init__(
+        self, lookup: Callable[[Resource], WatchedState] | None = None, resources: Iterable[Variable | Table] = ()
+    ) -> None:
+        self.run = 0
         self.placement: Mapping[str, str] = {}
         self.picks: list[Pick] = []
         self.answers: dict[int, object] = {}
         self._places: dict[Pick, int] = {}
         self._calls: dict[int, CallLog] = {}
+        self._failures: list[tuple[int, BaseException, object]] = []
+        """Places of firings that failed, and the answers that they have if the run ended with their errors."""
+        self._lookup = lookup
+        self._last_writes: dict[Resource, object] = {}
+        """The last write of each variable or table that the run made or has seen."""
+        if lookup is not None:
+            self._last_writes = {each: lookup(each).last_write for each in resources}
+        self._states: dict[Resource, WatchedState] = {}
+        self._foreign: set[Resource] = set()
+        """Variables and tables that others have written since the record began."""
         self._copies = 0
         self._last_copy: asyncio.Future[None] | None = None
+
+    def begin(self, run: int, placement: Mapping[str, str]) -> None:
+        """Note that the run of that number begins, with nodes on these devices by name."""
+        self.run, self.placement = run, placement
+        # Only now: another version of the variables may have replaced that which the record began with.
+        if self._lookup is not None:
+            self._states = {each: self._lookup(each) for each in self._last_writes}
 
     def position(self, partition: int, ready: _Ready) -> int | None:
         """Return the position of the ready firing to be taken in a partition; None for any of them."""
@@ -138,15 +172,40 @@ class PickLog:
         self._places[pick] = len(self.picks)
         self.picks.append(pick)
 
-    def ended(self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device) -> None:
-        """Note the result of a firing on a device."""
+    def ended(
+        self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device, *, at_once: bool
+    ) -> None:
+        """Note the result of a firing on a device.
+
+        Args:
+            partition: number of its partition.
+            node: its node.
+            iteration: its iteration.
+            result: its result.
+            device: its device.
+            at_once: the firing was taken in the same step of the event loop.
+        """
+        if not at_once:  # others may have written between that and the firing's own access
+            self._foreign.update(self._touched(node))
         place = self._places[Pick(partition, node.name, iteration.tag())]
         self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
         self._keep(place, node, result, device)
+        self._note_writes(node)
+
+    def _touched(self, node: PlanNode) -> list[Resource]:
+        return [each for each in resources_of(node.source) if each in self._states] if self._states else []
+
+    def _note_writes(self, node: PlanNode) -> None:
+        """Note what a firing has written, in the same step of the event loop."""
+        for each in self._touched(node):
+            self._last_writes[each] = self._states[each].last_write
+
+    def _is_foreign(self, node: PlanNode) -> bool:
+        return not self._foreign.isdisjoint(self._touched(node))
 
     def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
         """Record the answer to a firing."""
-        if asks_others(node.source):
+        if asks_others(node.source) or self._is_foreign(node):
             copied = _copied(result)
             plain = [not isinstance(each, ArrayContent) for each in _outputs_of(copied)]
             is_whole = checksum(tuple(compress(_outputs_of(copied), plain))) is not None
@@ -194,13 +253,31 @@ class PickLog:
             await self._last_copy
 
     def failed(self, partition: int, node: PlanNode, iteration: Tagged, error: BaseException) -> None:
-        """Note that a firing failed, and its run with `error`."""
+        """Note that a firing failed: with `error`, which ends the run unless that was ended before."""
         place = self._places.get(Pick(partition, node.name, iteration.tag()))
-        if place in self._calls:
-            self.answers[place] = self._calls[place]
-        if place is not None and asks_others(node.source):
+        if place is None:
+            return
+        answer: object = self._calls.get(place, COMPUTED)
+        if asks_others(node.source) or self._is_foreign(node):
             # To compute it again would call the functions of a batch or pool, without the members it was shared with.
-            self.answers[place] = Raised.of(error)
+            answer = Raised.of(error)
+        self._failures.append((place, error, answer))
+
+    def withdrawn(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
+        """Note that a firing was given up when the run had been ended."""
+        place = self._places.get(Pick(partition, node.name, iteration.tag()))
+        if place is not None:
+            self.answers[place] = UNANSWERED
+
+    def end(self, error: BaseException | None) -> None:
+        """Note that the run has ended, with `error` unless that is None.
+
+        Firings under way fail after that as well. In a replay, which waits for none of them, such an error would come
+        first.
+        """
+        for place, found, answer in self._failures:
+            self.answers[place] = answer if found is error else UNANSWERED
+        self._failures.clear()  # their tracebacks lead back here
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
         """Return the log of a firing's calls of user functions; None if they are called without a log."""
@@ -211,6 +288,9 @@ class PickLog:
 
     def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
         """Return the answer that a firing got: its result, its run's error, `COMPUTED` or `UNANSWERED`."""
+        for each in self._touched(node):
+            if self._states[each].last_write is not self._last_writes[each]:
+                self._foreign.add(each)
         return COMPUTED
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
@@ -284,13 +364,15 @@ class PickGuide(PickLog):
     def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
         """Keep nothing: the record has the answers."""
 
-    def ended(self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device) -> None:
+    def ended(
+        self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device, *, at_once: bool
+    ) -> None:
         """Note the result of a firing.
 
         Raises:
             ReplayError: the result differs from the recorded one.
         """
-        super().ended(partition, node, iteration, result, device)
+        super().ended(partition, node, iteration, result, device, at_once=at_once)
         place = self._places[Pick(partition, node.name, iteration.tag())]
         given, expected = self.picks[place], self._expected[place]
         if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result
@@ -305,11 +387,14 @@ class PickGuide(PickLog):
 
     def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
         """Return the recorded answer to a firing."""
-        found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
+        calls = calls_functions(node.source)
+        if calls and self._live:
+            return COMPUTED
+        is_known = calls or asks_others(node.source)
+        place = self._places[Pick(partition, node.name, iteration.tag())]
+        found = self._given.get(place, UNANSWERED if is_known else COMPUTED)
         # The node is computed, with the recorded results of its calls: kernels around a call have work of their own.
-        if calls_functions(node.source):
-            return COMPUTED if self._live else UNANSWERED if found is UNANSWERED else COMPUTED
-        if not asks_others(node.source):
+        if isinstance(found, CallLog):
             return COMPUTED
         return found if isinstance(found, Raised) else _given(found)
 

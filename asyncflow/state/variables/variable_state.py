@@ -180,6 +180,11 @@ class VariableState:
         self.check(new)
         return immutable(new)
 
+    @property
+    def last_write(self) -> object:
+        """An object that only the last write has made: the value, which no write changes in place."""
+        return self.value
+
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     kind: ClassVar[str] = "variable"
