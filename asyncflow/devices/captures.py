@@ -135,7 +135,7 @@ class GraphCode:
     numbers: frozenset[int] = frozenset()
 
     def steps(self, inputs: Sequence[Value], values: Sequence[Value]) -> Steps[tuple[Sequence[Value], list[Value]]]:
-        """Run the code, and return its outputs and what it leaves in the variables; one such call at a time.
+        """Run the code, and return its outputs and the values that it leaves in variables; one such call at a time.
 
         Args:
             inputs: of the region.

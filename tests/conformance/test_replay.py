@@ -532,7 +532,7 @@ async def test_a_run_that_was_stopped_at_its_very_end_gives_no_values(tmp_path: 
 
 
 async def test_a_run_that_does_not_begin_has_no_record(tmp_path: Path) -> None:
-    """Behaviour 78: what was refused has nothing to be done again, and keeps its own error."""
+    """Behaviour 78: a refused run leaves no record, and keeps its own error."""
     gate = asyncio.Event()
 
     @af.op(outputs=af.spec("float64", ()))

@@ -27,6 +27,7 @@ LARGER: dict[str, tuple[int, int]] = {
     "SessionOptions": (28, 9),
     "SlicedRegion": (26, 9),
     "GradientBody": (26, 1),
+    "PickGuide": (21, 2),
     "LoopPool": (25, 4),
     "RegionGenerator": (25, 3),
     "SharedLoop": (24, 0),

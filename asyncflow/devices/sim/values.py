@@ -247,6 +247,7 @@ class SimArray(DeviceArray):
 
     def __getitem__(self, key: Index) -> SimArray:
         """A view of a part, written by the same work."""
+        # Its shape is found on an array without values, which a simulation of shapes has alone.
         part = self.stand_in()[key]
         data = None if self.data is None else part
         return SimArray(data, self.dtype, part.shape, self.storage, self.written, self.name)

@@ -94,10 +94,10 @@ class Flags:
         """The flag of the stream with this handle, whose device is current; None if it cannot write one."""
         with self._lock:
             if stream not in self._streams:
-                self._streams[stream] = None if self._driver is None else self._made(stream)
+                self._streams[stream] = None if self._driver is None else self._made(stream, self._driver)
             return self._streams[stream]
 
-    def _made(self, stream: int) -> Flag | None:
+    def _made(self, stream: int, write: Callable[[int, int, int, int], tuple[int]]) -> Flag | None:
         runtime, page = self._cupy.cuda.runtime, self._page
         if page is None or self._used == PAGE:
             try:
@@ -111,6 +111,6 @@ class Flags:
         page[index] = 0
         address = ctypes.addressof(page) + 4 * index
         # A driver may refuse. A card that is lost refuses, too, and says so again where an error counts.
-        if self._driver(stream, address, 0, 0)[0]:
+        if write(stream, address, 0, 0)[0]:
             return None
-        return Flag(page, index, self._driver, stream, address, runtime.CUDARuntimeError)
+        return Flag(page, index, write, stream, address, runtime.CUDARuntimeError)

@@ -365,7 +365,7 @@ class CapturedRegion:
 
     @contextmanager
     def _counted(self, inputs: Sequence[Value]) -> Iterator[None]:
-        """A block that calls `function`: if that fails, the call is not counted among those before a capture."""
+        """A block that calls `function`: a call that fails is not counted among those before a capture."""
         try:
             yield
         except Exception:
