@@ -32,7 +32,7 @@ import asyncflow as af
 from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.graphs.graph import capture
+from asyncflow.devices.cuda.graphs.graph import PrivateMemory, capture
 from asyncflow.streams.cuda.stream import CudaStream
 from asyncflow.streams.futures import resolve
 from benchmarks import gpu, gpu_launches
@@ -315,9 +315,13 @@ async def by_hand(run: Lever) -> None:
             forward()
             device.compute.raw.synchronize()
             run.note("forward, launched, us a step", run.card_us(device, forward, repeats=5) / count)
-            graph, _ = capture(device.compute.raw, forward)
+            # What is allocated while capturing is the graph's: its pool must live as long.
+            with PrivateMemory(cupy, device.compute, device.pool, "the forward loop") as memory:
+                graph, _ = capture(device.compute.raw, forward)
         launch = partial(graph.launch, stream=device.compute.raw)
         run.note("forward, captured, us a step", run.card_us(device, launch) / count)
+        await ticket(device.compute)
+        del graph, launch, memory
 
 
 async def capturing(run: Lever) -> None:
