@@ -34,7 +34,7 @@ CAPS: Final = {
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
-    "asyncflow/lift/": 2_180,
+    "asyncflow/lift/": 2_185,
     "asyncflow/control/": 2_005,
     "asyncflow/vertex/": 1_815,
     "asyncflow/streams/": 1_890,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 64_475
+TOTAL: Final = 64_490
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 855,

@@ -61,17 +61,14 @@ async def test_a_pool_in_a_loop_counts_both() -> None:
     await asked(graph, n, fetches)
 
 
-@pytest.mark.parametrize("reason", ["nonzero", "nonzero, behind rows that decide", "a predicate inside"])
+@pytest.mark.parametrize("reason", ["nonzero", "nonzero, behind rows that decide"])
 async def test_what_cannot_be_pooled_draws_as_it_was_written(reason: str) -> None:
     def body(n: af.Tensor, i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
         x = x + af.cond(i % 2 == 0, lambda: af.random.normal(seed=4), lambda: af.random.uniform(seed=5))
         if "rows" in reason:
             of_row = lambda y: af.cond(y > 0, lambda: y + af.random.normal(seed=7), lambda: y * 2)  # noqa: E731
             x = x + af.sum(af.vmap(of_row)(af.stack([x, -x])))
-        if "nonzero" in reason:
-            return i + 1, x + af.shape(af.nonzero(af.random.bernoulli(af.full((4,), 0.5), seed=6))[0])[0]
-        chance = lambda j, y: af.random.uniform(seed=6) < y / 9 + n * 0  # noqa: E731
-        return i + 1, af.while_loop(chance, lambda j, y: (j + 1, y - 1.0), (0, x + 5))[1]
+        return i + 1, x + af.shape(af.nonzero(af.random.bernoulli(af.full((4,), 0.5), seed=6))[0])[0]
 
     with pytest.warns(UserWarning, match="is not pooled"):
         graph, n, fetches = loops(lambda n, i, _: i < n, body, (0, 0.0))
@@ -151,8 +148,8 @@ def test_a_loop_carries_its_key_behind_its_variables() -> None:
 
 
 def program(dice: Random, depth: int) -> Any:
-    """A nest that says where a function draws: at once, in both branches of a choice, or in a loop."""
-    kind = dice.choice(("draw", "branch", "loop")) if depth else "draw"
+    """A nest that says where a function draws: at once, in branches of a choice, in a loop, or in its predicate."""
+    kind = dice.choice(("draw", "branch", "loop", "predicate")) if depth else "draw"
     parts = [program(dice, depth - 1) for _ in range(2)] if kind != "draw" else []
     return kind, round(dice.uniform(-0.5, 1), 2), dice.randrange(1000), parts
 
@@ -165,15 +162,19 @@ def computed(part: Any, x: Any) -> Any:
     first, second = parts
     if kind == "branch":
         return af.cond(x > limit, lambda: computed(first, x * 0.5), lambda: computed(second, x + 0.1))
+    if kind == "predicate":
+        return af.while_loop(
+            lambda i, y: (computed(first, y) < limit + 1) & (i < 4), lambda i, y: (i + 1, computed(second, y)), (0, x)
+        )[1]
     return af.while_loop(
         lambda i, y: (y < limit + 1) & (i < 4), lambda i, y: (i + 1, computed(second, computed(first, y))), (0, x)
     )[1]
 
 
-@pytest.mark.parametrize("seed", range(4, 8 + 6 * (SEEDS - 1)))
+@pytest.mark.parametrize("seed", range(4, 9 + 6 * (SEEDS - 1)))
 async def test_rows_draw_their_own_numbers_in_branches_they_take_and_loops_they_stay_in(seed: int) -> None:
     """A row of a batch, of a pool, or of `map_fn` has the bits that it has alone, whatever the others do."""
-    part = program(Random(seed), 3)
+    part = program(Random(seed), 2)
     with af.Graph(seed=seed) as graph:
         x, k = af.placeholder("float64", ()), af.placeholder("int64", ())
         loop = lambda pool, f: af.while_loop(  # noqa: E731
@@ -193,7 +194,57 @@ async def test_rows_draw_their_own_numbers_in_branches_they_take_and_loops_they_
         for found in [*requests, *[await session.run(pairs, each) for each in feeds[:2]]]:  # and requests by themselves
             for alone, together in found:
                 assert alone.tobytes() == together.tobytes()
-        assert all(counts.largest > 1 for counts in session.statistics().batches.values())
+        shared = session.statistics().batches.values()
+        assert all(counts.largest > 1 for counts in shared if counts.members > 3)  # few enter a loop if few k are not 0
         fed = {rows: [dice.uniform(-1, 1) for _ in range(9)]}
         one, other = await session.run(lifted, fed)
         assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+async def test_rows_leave_a_loop_by_draws_of_its_predicate(count: int) -> None:
+    """Also all in the first iteration, where the body never runs, and also if there are no rows."""
+    row_counts: list[int] = []
+
+    @af.op(outputs=af.spec("float64", ()), pure=True, rows=True)
+    def noted(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        row_counts.append(len(x))
+        return x + 1.0
+
+    def each(chance: af.Tensor, one_more: Any) -> af.Tensor:
+        def goes_on(i: af.Tensor, x: af.Tensor) -> af.Tensor:
+            drawn = af.while_loop(lambda k, _: k < 2, lambda k, y: (k + 1, y + af.random.uniform(seed=4)), (0, 0.0))
+            return drawn[1] < chance
+
+        return af.while_loop(goes_on, lambda i, x: (i + 1, one_more(x) * af.random.uniform(seed=3)), (0, 0.0))[1]
+
+    with af.Graph(seed=3) as graph:
+        chances = af.placeholder("float64", (None,))
+        lifted = af.map_fn(lambda chance: each(chance, noted), chances, name="rows")
+        plain = af.map_fn(lambda chance: each(chance, lambda x: x + 1.0), chances, lift=False, name="rows")
+    async with af.Session(graph) as session:
+        for chance in (-1.0, 1.8):  # no draw is below the first
+            row_counts.clear()
+            found, alone = await session.run([lifted, plain], {chances: np.full(count, chance)})
+            assert found.tobytes() == alone.tobytes()
+            assert found.any() == bool(row_counts) == (chance > 0 and count > 0)
+            assert 0 not in row_counts
+
+
+async def test_gradients_go_through_a_loop_whose_predicate_draws() -> None:
+    def each(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        def again(y: af.Tensor) -> af.Tensor:
+            return y * y * (1.0 + af.random.uniform(dtype="float64", seed=3) / 4)
+
+        (y,) = af.while_loop(lambda y: y < 3.0 + af.random.uniform(dtype="float64", seed=4), again, (x,))
+        return y, af.gradients(y, x)
+
+    with af.Graph(seed=3) as graph:
+        xs = af.placeholder("float64", (None,))
+        pairs = [af.map_fn(each, xs, lift=lift, name="rows") for lift in (True, False)]
+        outside = [af.gradients(af.sum(ys), xs) for ys, _ in pairs]
+    async with af.Session(graph) as session:
+        (one, other), (first, second) = await session.run([pairs, outside], {xs: np.linspace(1.2, 4.5, 9)})
+    for gradient in (one[1], first, second):
+        np.testing.assert_allclose(gradient, other[1], rtol=1e-12)
+    assert one[0].tobytes() == other[0].tobytes()

@@ -9,15 +9,14 @@ from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.graph.building.build import constant
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.facts import Fact
-from asyncflow.graph.structured import StructuredNode, WhileNode, levels
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.graph.values.shapes import is_static, relax
 from asyncflow.lift.control.branches import some_rows, split_rows, taken
 from asyncflow.lift.control.flow import decided_by_row, variables_with_rows
 from asyncflow.lift.control.parted import parting
 from asyncflow.ops.arithmetic.elementwise import SUBTRACT, add, minimum, subtract
-from asyncflow.ops.arithmetic.logic import GREATER, greater, greater_equal
+from asyncflow.ops.arithmetic.logic import GREATER, equal, greater, greater_equal, logical_and, logical_or
 from asyncflow.ops.arrays.creation import arange, zeros
 from asyncflow.ops.arrays.manipulation import concat
 from asyncflow.ops.arrays.shape import size
@@ -144,6 +143,10 @@ class _RowsLoop:
 
     Beside the loop variables it carries the captures that have rows, and the places of its rows. It also carries the
     arrays of finished rows' outputs, piece by piece.
+
+    An iteration computes the body, and then the predicate of the next iteration. Random numbers depend on the
+    iteration. So if the predicate draws any, an iteration computes its own predicate first, and then the body. All rows
+    may have left by then, so the body is in a branch.
     """
 
     def __init__(self, lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: Sequence[bool]) -> None:
@@ -157,9 +160,6 @@ class _RowsLoop:
         for spec, first in zip(specs, inputs, strict=False):
             if spec.shape != first.shape and is_static(first.shape):
                 raise CannotLift(f"{node.name} is left by each row for itself, with values of different shapes")
-        # It is computed for the next iteration within one, and before the first.
-        if any(Fact.DRAWS in each.op.facts for level in levels(node.predicate) for each in level.nodes):
-            raise CannotLift(f"{node.name} draws whether it goes on, for each row by itself")
         stores = [place for place, spec in enumerate(specs) if spec.dtype == VARIANT]
         carried = any(x.has_rows and x.tensor.dtype == VARIANT for x in inputs[node.n_vars :])
         if carried or not all(is_saved(node.inputs[place]) for place in stores):
@@ -169,6 +169,7 @@ class _RowsLoop:
         self.left = [place for place in range(node.n_vars) if place not in stores]
         self.carried = [place for place in range(node.n_vars, len(inputs)) if inputs[place].has_rows]
         self.shapes = [spec.shape for spec in specs]
+        self.decides_first = any(each.op.conduct.needs_context for each in node.predicate.walk())
 
     def build(self) -> list[LiftedValue]:
         """Adds the loop; gives its outputs, which have rows."""
@@ -177,16 +178,16 @@ class _RowsLoop:
         live += [self.inputs[place].tensor for place in self.carried]
         arrays = [TensorArray(live[at].dtype, 0, True, (None, *(self.shapes[at] or ()))) for at in self.left]
         places = arange(rows.count, dtype=int64)
-        state = self._parted(
-            self.lifting, (constant(0, int64), places, live, TensorArray("int64", 0, True, (None,)), arrays)
-        )
+        state: Nest = (constant(0, int64), places, live, TensorArray("int64", 0, True, (None,)), arrays)
+        if not self.decides_first:
+            state = self._parted(self.lifting, state)
         invariants = [
             (None, *(shape or ())) if has_rows and place in self.left else shape
             for place, (shape, has_rows) in enumerate(zip(self.shapes, self.flags, strict=True))
         ]
         invariants += [(None, *(self.inputs[place].shape or ())) for place in self.carried]
         _, _, last, left_places, arrays = while_loop(
-            lambda pieces, places, live, left_places, arrays: greater(size(places), 0),
+            self._goes_on,
             self._step,
             state,
             shape_invariants=((), (None,), invariants, None, [None] * len(arrays)),
@@ -199,12 +200,27 @@ class _RowsLoop:
             outputs[place] = ensure_shape(gather(array.concat(), order), rows.shape(self.shapes[place]))
         return [LiftedValue(x, True) for x in outputs]
 
+    def _goes_on(self, pieces: Tensor, places: Tensor, *others: Nest) -> Tensor:
+        some = greater(size(places), 0)
+        # Each array needs a piece, to be joined, also if there are no rows from the beginning.
+        return logical_or(some, equal(pieces, 0)) if self.decides_first else some
+
     def _step(self, *state: Nest) -> Nest:
+        if not self.decides_first:
+            inner, state = self._stepped(state)
+            return self._parted(inner, state, may_stay=True)
+        state = self._parted(self._inside(state[1]), state, may_stay=greater(state[0], 0))
+        return cond(greater(size(state[1]), 0), lambda: self._stepped(state)[1], lambda: state, name="rows")
+
+    def _inside(self, places: Tensor) -> Lifting:
+        return self.lifting.over(some_rows(self.lifting.rows, places).inside())
+
+    def _stepped(self, state: Nest) -> tuple[Lifting, Nest]:
+        """Return the state after the body, and the lifting over its rows."""
         pieces, places, live, left_places, arrays = state
-        inner = self.lifting.over(some_rows(self.lifting.rows, places).inside())
+        inner = self._inside(places)
         results = inner.spread(inner.results(self.node.body, self._values(live)), self.flags)
-        live = [*results, *live[len(results) :]]
-        return self._parted(inner, (pieces, places, live, left_places, arrays), is_step=True)
+        return inner, (pieces, places, [*results, *live[len(results) :]], left_places, arrays)
 
     def _values(self, live: Sequence[Tensor]) -> list[LiftedValue]:
         """The inputs of the bodies, for the rows that go on."""
@@ -216,8 +232,14 @@ class _RowsLoop:
             for place, value in enumerate(self.inputs[n_vars:], start=n_vars)
         ]
 
-    def _parted(self, inner: Lifting, state: Nest, *, is_step: bool = False) -> Nest:
-        """Return the state without the rows that leave, whose values are written to the output arrays."""
+    def _parted(self, inner: Lifting, state: Nest, *, may_stay: Tensor | bool = False) -> Nest:
+        """Return the state without the rows that leave, whose values are written to the output arrays.
+
+        Args:
+            inner: the lifting over the rows.
+            state: see `build`.
+            may_stay: True if the arrays get no piece where no row leaves, as is most often so.
+        """
         pieces, places, live, left_places, arrays = state
         (goes_on,) = inner.results(self.node.predicate, self._values(live))
 
@@ -235,5 +257,8 @@ class _RowsLoop:
                 [array.write(pieces, x) for array, x in zip(arrays, gone, strict=True)],
             )
 
-        # Most often no row leaves; but each array needs a piece, to be joined.
-        return cond(all_of(goes_on.tensor), lambda: state, part, name="leave") if is_step else part()
+        if may_stay is False:
+            return part()
+        all_stay = all_of(goes_on.tensor)
+        all_stay = all_stay if may_stay is True else logical_and(may_stay, all_stay)
+        return cond(all_stay, lambda: state, part, name="leave")
