@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 11_960,
     "asyncflow/runtime/": 10_985,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_290,
+    "asyncflow/devices/": 8_385,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
@@ -50,11 +50,11 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 64_490
+TOTAL: Final = 64_585
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 855,
-    "steps that a card captures": 165,
+    "steps that a card captures": 70,
     "native code": 2_500,
     "the profiler": 2_200,
     "several hosts": 900,

@@ -19,6 +19,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.devices.captures import WARM_UPS
+from asyncflow.devices.cuda.graphs.graph import CALM
 from asyncflow.devices.cuda.memory import CudaPool
 from benchmarks.trees import batch_of, complete, tree_lstm
 from benchmarks.walks import walked
@@ -229,7 +230,7 @@ async def found_for(build: Callable[[], Program], cupy: FakeCupy, **options: Any
     with af.Graph() as graph:
         program = build()
     async with af.Session(graph, ["cuda:0"], **options) as session:
-        for _ in range(WARM_UPS + 2):
+        for _ in range(WARM_UPS + CALM + 3):
             await session.run(program.fetches, program.feeds)
         cupy.engine.launches.clear()
         walk = await walked(lambda: session.run(program.fetches, program.feeds))

@@ -265,6 +265,12 @@ class GraphCache(Generic[Graph]):
         found = self._found.get(key, 0)
         return None if isinstance(found, int) else found.get(place)
 
+    def drop(self, key: Hashable, place: Hashable = ()) -> None:
+        """Forget the graph for `key` and `place`, which may be captured again."""
+        found = self._found.get(key, 0)
+        if not isinstance(found, int):
+            found.pop(place, None)
+
     def is_due(self, key: Hashable) -> bool:
         """Note a call with inputs that have no graph; return True if the caller is to capture one (`capturing`).
 

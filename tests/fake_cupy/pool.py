@@ -443,6 +443,7 @@ class DevicePool:
         self._take_back()
         for ptr in list(self._in_use):
             self._release(ptr)
+        self._arenas.clear()  # finalizers of a cycle may come behind this one
 
     @property
     def free_bytes(self) -> int:

@@ -1,10 +1,10 @@
 """CUDA graphs: a region that ran a few times on the same shapes is captured, and launched as a whole from then on.
 
-A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch, and its outputs
-out of them afterwards: a region's results never alias the memory of its graph. The buffers, and all memory allocated
-meanwhile, come from a `PrivatePool`, which serves only the graph for as long as it exists. Copies and launches are on
-the region's compute stream, in whose order every value of the device is valid; launches of one graph never overlap,
-because they are all on that stream.
+A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch. Its outputs stay
+where they are, in the graph's memory, if nothing holds earlier outputs there any more; else they are copied to new
+arrays (`Lending`). The buffers, and all memory allocated meanwhile, come from a `PrivatePool`, which serves only the
+graph for as long as it exists. Copies and launches are on the region's compute stream, in whose order every value of
+the device is valid; launches of one graph never overlap, because they are all on that stream.
 
 A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values on the host: the region may
 have branched on them, and kernels have them as arguments. A region with ever new host values is left alone, and so is a
@@ -19,10 +19,12 @@ graph is launched later.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -36,7 +38,8 @@ from asyncflow.devices.captures import (
     slice_budget,
 )
 from asyncflow.devices.cuda.graphs.variables import Buffers, RegionVariables, stored
-from asyncflow.devices.cuda.memory import PrivatePool
+from asyncflow.devices.cuda.memory import PrivatePool, home_of
+from asyncflow.devices.cuda.transfers.buffers import LentMemory
 from asyncflow.devices.values import is_plain
 from asyncflow.errors import a_kind
 from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
@@ -49,6 +52,15 @@ if TYPE_CHECKING:
     from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
+
+CALM = 3
+"""Number of launches in a row whose outputs had gone before the next one, before outputs are lent."""
+
+LONGER = 16
+"""Number of launches by which lending begins later, for each time that a lent output was still held."""
+
+MOST_CONFLICTS = 2
+"""Number of launches that find an output of an earlier one held, before the graph is captured again."""
 
 Result = TypeVar("Result")
 
@@ -168,6 +180,10 @@ class PrivateMemory:
         with self._stream.raw:
             return self._pool.malloc(nbytes)
 
+    def release(self) -> None:
+        """Give back what no array has; the graph has gone."""
+        self._pool.release()
+
     def __enter__(self) -> PrivateMemory:
         capturing.acquire()
         self._before, self._stream.pool = self._stream.pool, self
@@ -202,7 +218,71 @@ def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> Non
         runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, raw.ptr)
 
 
+def apart(cupy: Cupy, inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
+    """Return the outputs of a region that is being captured, each array without gaps and in memory of its own."""
+    ndarray = cupy.ndarray
+    seen = {id(value.data.mem) for value in inputs if isinstance(value, ndarray)}
+    found: list[Value] = []
+    for value in outputs:
+        if isinstance(value, ndarray):
+            value = without_gaps(cupy, value)
+            # Memory with a home is not the graph's: the output is a constant.
+            if value.base is not None or id(value.data.mem) in seen or home_of(value) is not None:
+                value = value.copy()
+            seen.add(id(value.data.mem))
+        found.append(value)
+    return found
+
+
 # -- regions ---------------------------------------------------------------------------------------------------------
+
+
+class Lending:
+    """The choice whether a graph lends its outputs, or copies them to new arrays at each launch.
+
+    A lent output is in memory that the next launch writes to. So lending begins once copies were gone before the next
+    launch `CALM` times in a row, as in steps that are awaited one by one. If a launch finds a lent output still held,
+    the region launches its kernels that time, and the graph copies again for longer.
+    """
+
+    __slots__ = ("_blocked", "_calm", "_conflicts", "_copies", "_is_out", "is_on", "outputs")
+
+    def __init__(self, outputs: Sequence[LentMemory]) -> None:
+        self.outputs = outputs
+        self.is_on = self._is_out = False
+        self._blocked = self._calm = self._conflicts = 0
+        self._copies: list[ReferenceType[Raw]] = []
+
+    @property
+    def is_lost(self) -> bool:
+        """True if outputs are held for good, as several launches in a row had to do without the graph."""
+        return self._blocked > MOST_CONFLICTS
+
+    def forbid(self) -> None:
+        """Copy the outputs of all launches."""
+        self._calm = -sys.maxsize
+
+    def may_launch(self) -> bool:
+        """Return True if no output of an earlier launch is held in the graph's memory; decide whether to lend."""
+        if self._is_out and any(output.is_held for output in self.outputs):
+            self.is_on = False
+            self._blocked += 1
+            self._conflicts += 1
+            self._calm = -LONGER * self._conflicts
+            return False
+        self._is_out, self._blocked = False, 0
+        if not self.is_on:
+            self._calm = self._calm + 1 if all(copy() is None for copy in self._copies) else min(self._calm, 0)
+            if self._copies and self._calm > CALM:
+                self.is_on = all(output.shows_users for output in self.outputs)
+                if not self.is_on:
+                    self.forbid()
+        return True
+
+    def launched(self, copies: Sequence[CupyArray]) -> None:
+        """Note a launch, with the copies of its outputs; no copies are made of lent ones."""
+        self._is_out = self.is_on
+        self._copies = [ref(array) for array in copies]
 
 
 class RegionGraph:
@@ -211,7 +291,7 @@ class RegionGraph:
     What its kernels use stays as long as it does: the private pool, the buffers, and the constants of the code.
     """
 
-    __slots__ = ("_code", "_cupy", "_graph", "_inputs", "_memory", "_outputs", "_place", "_raw")
+    __slots__ = ("_code", "_cupy", "_graph", "_inputs", "_lending", "_memory", "_outputs", "_place", "_raw")
 
     def __init__(
         self,
@@ -238,10 +318,21 @@ class RegionGraph:
         self._graph = graph
         self._place = place
         self._inputs = [buffer if isinstance(buffer, ndarray) else None for buffer in inputs]
-        self._outputs = outputs
+        self._outputs = [LentMemory(value) if isinstance(value, ndarray) else value for value in outputs]
+        self._lending = Lending([output for output in self._outputs if type(output) is LentMemory])
         for value in outputs:
             if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
                 raise NotCapturableError(f"it gives {a_kind(type(value))}")
+
+    def __del__(self) -> None:
+        # An output that is held, after the graph has gone, keeps its block of the memory, and not all of it.
+        del self._graph, self._inputs, self._outputs, self._lending
+        self._memory.release()
+
+    @property
+    def lending(self) -> Lending:
+        """The choice about its outputs."""
+        return self._lending
 
     @classmethod
     def recorded(
@@ -278,32 +369,38 @@ class RegionGraph:
             # A variable that was not written needs no store.
             ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
             kept = stored(cupy, cupy.cuda.get_current_stream(), place, outputs, ends)
-            return starts, [without_gaps(cupy, x) if isinstance(x, ndarray) else x for x in kept]
+            return starts, apart(cupy, starts, kept)
 
         graph, (starts, outputs) = yield from capture_in_slices(cupy, memory, record(), launches)
         return cls(cupy, raw, memory, code, graph, place, starts, outputs)
 
     def launch(self, inputs: Sequence[Value], variables: RegionVariables) -> tuple[Placed, ...] | None:
-        """The outputs for `inputs`, in new arrays; variables have their new values afterwards.
+        """The outputs for `inputs`; variables have their new values afterwards.
 
-        None, with nothing launched, if the value of a variable is in use.
+        Outputs are copied to new arrays, or lent in the graph's memory; see `Lending`.
+
+        None, with nothing launched, if the value of a variable or an earlier output is in use.
 
         Raises:
-            MemoryLimitExceeded: they do not fit; nothing was launched.
+            MemoryLimitExceeded: new arrays do not fit; nothing was launched.
         """
-        cupy, raw = self._cupy, self._raw
-        results = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in self._outputs]
+        cupy, raw, lending = self._cupy, self._raw, self._lending
         with capturing:  # readers on other threads find written values once the launch is behind it
+            if not lending.may_launch():
+                return None
+            copies = [] if lending.is_on else [empty_as(cupy, output.array) for output in lending.outputs]
             if not variables.take(self._place):
                 return None
             for buffer, value in zip(self._inputs, inputs, strict=True):
                 if buffer is not None:
                     copy_into(cupy, buffer, value, raw)
             self._graph.launch(stream=raw)
-        for result, output in zip(results, self._outputs, strict=True):
-            if result is not output:
-                copy_into(cupy, result, output, raw)
-        return tuple(results)
+        if not lending.is_on:
+            for result, output in zip(copies, lending.outputs, strict=True):
+                copy_into(cupy, result, output.array, raw)
+        lending.launched(copies)
+        arrays = iter([output.array for output in lending.outputs] if lending.is_on else copies)
+        return tuple([next(arrays) if type(output) is LentMemory else output for output in self._outputs])
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -339,6 +436,7 @@ class CapturedRegion:
     slices: int = field(default=0, init=False)
     graphs: GraphCache[RegionGraph] = field(init=False)
     _variables: RegionVariables = field(init=False)
+    _has_lost: bool = field(default=False, init=False)  # a graph whose outputs are held for good
 
     def __post_init__(self) -> None:
         self.graphs = GraphCache(self.label, self.pool.graphs)
@@ -395,7 +493,11 @@ class CapturedRegion:
                     return None
                 graph = graphs.find(key, place)
                 if graph is not None:
-                    return graphs.results(graph, lambda graph: graph.launch(inputs, variables))
+                    outputs = graphs.results(graph, lambda graph: graph.launch(inputs, variables))
+                    if graph.lending.is_lost:
+                        self._has_lost = True
+                        graphs.drop(key, place)
+                    return outputs
             if has_captured or not graphs.is_due(key):
                 return None
             place = variables.choose() if place is None else place
@@ -420,6 +522,8 @@ class CapturedRegion:
                 budget = yield None
         except StopIteration as ended:
             graph: RegionGraph = ended.value
+            if self._has_lost:
+                graph.lending.forbid()
             return graph
         finally:
             recorded.close()

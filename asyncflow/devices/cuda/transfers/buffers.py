@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from sys import getrefcount
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from asyncflow.devices.cuda.values import CudaArray, CudaHome
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.values import ArraySpec
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
@@ -23,6 +26,48 @@ class MemoryHome(CudaHome, Protocol):
     @property
     def cupy(self) -> Cupy:
         """The module of CuPy."""
+
+
+class LentMemory:
+    """Memory of a graph for one of its outputs, which users of the output hold after a launch.
+
+    Attributes:
+        array: the memory; no other reference to it, to its pointer or its memory is kept by the graph.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: CupyArray) -> None:
+        self.array = array
+
+    def references(self) -> tuple[int, ...]:
+        """Return the numbers of references to the array, its pointer, and the pointer's memory."""
+        return getrefcount(self.array), getrefcount(self.array.data), getrefcount(self.array.data.mem)
+
+    @property
+    def is_held(self) -> bool:
+        """True if a user of the output refers to the memory."""
+        return self.references() != _WITHOUT_USERS
+
+    @property
+    def shows_users(self) -> bool:
+        """True if the memory has no user now, and the counts would show each kind of user.
+
+        Another version of CuPy or Python may count in another way: outputs are then not lent.
+        """
+        return not self.is_held and all(
+            self._shows(user) for user in (lambda x: x, lambda x: x.view(), lambda x: x.data, lambda x: x.data.mem)
+        )
+
+    def _shows(self, use: Callable[[CupyArray], object]) -> bool:
+        user = use(self.array)
+        is_seen = self.is_held
+        del user
+        return is_seen and not self.is_held
+
+
+_WITHOUT_USERS = LentMemory(SimpleNamespace(data=SimpleNamespace(mem=object()))).references()
+"""Counts of references to an array in a slot, to its pointer and the pointer's memory, that have no other owner."""
 
 
 class VariableBuffer:
