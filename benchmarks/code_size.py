@@ -28,14 +28,14 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 11_960,
-    "asyncflow/runtime/": 10_985,
+    "asyncflow/runtime/": 11_050,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_385,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
     "asyncflow/lift/": 2_185,
-    "asyncflow/control/": 2_005,
+    "asyncflow/control/": 2_035,
     "asyncflow/vertex/": 1_815,
     "asyncflow/streams/": 1_890,
     "asyncflow/cli/": 1_260,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 64_585
+TOTAL: Final = 64_675
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 855,

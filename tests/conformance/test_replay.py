@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.control.stores.row_block import RowState
 from asyncflow.semantics.state import digest
 from tests.conftest import OpenSession
 from tests.faults.kernels import late, until
@@ -229,9 +230,10 @@ async def test_what_shared_work_gave_is_in_the_record(
 
 
 async def test_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
-    open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behaviour 78: a pool gives a RowStore, which no record holds."""
+    """Behaviour 112: a pool gives a store of which there are no copies."""
+    monkeypatch.setattr(RowState, "content", lambda state: None)
     calls: list[int] = []
 
     @af.op(outputs=af.spec("int64", ()), pure=True)
@@ -253,7 +255,7 @@ async def test_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
         await until(lambda: len(asyncio.all_tasks()) == 1)
     assert "cannot be replayed: what while was given is not in the record" in caplog.text
     calls.clear()
-    with pytest.raises(af.ReplayError, match=r"holds no RowStores, .*\n  built at .*test_replay"):
+    with pytest.raises(af.ReplayError, match=r"holds no values of a simulation .*\n  built at .*test_replay"):
         await af.replay(path, graph)
     assert not calls
 
@@ -610,3 +612,37 @@ async def test_what_other_runs_wrote_is_in_the_record(
     leaves = [leaf for each in fetched for leaf in (each if isinstance(each, tuple) else (each,))]
     assert [np.asarray(each).tobytes() for each in again.values()] == [np.asarray(each).tobytes() for each in leaves]
     assert calls == asked
+
+
+@pytest.mark.parametrize("clears", [False, True])
+async def test_stores_of_a_pool_are_replayed_where_they_were(
+    open_session: OpenSession, tmp_path: Path, *, clears: bool
+) -> None:
+    """Behaviour 112: TensorArrays and RowStores, on a card too, with elements that were read or never written."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (2,), name="x")
+        written = af.TensorArray("float32", 5, element_shape=(2,), clear_after_read=clears)
+        numbers = af.TensorArray("float32", 5, element_shape=(), clear_after_read=clears).unstack(
+            np.arange(5, dtype=np.float32)
+        )
+        counts = af.TensorArray("int64", 5, element_shape=(), clear_after_read=clears).write(3, af.argmax(x))
+        rows = af.RowStore("float32", (2,))
+
+        def body(i: af.Tensor, y: af.Tensor, a: Any, b: Any, c: Any, s: Any) -> Any:
+            y = y * b.read(i) - 1.5
+            return i + 1, y, a.write(i, y), b, c.write(i, i * i + af.argmin(y)), s.append(af.stack([y, -y]))
+
+        _, _, a, b, c, s = af.while_loop(
+            lambda i, *_: i < 3, body, (0, af.exp(x), written, numbers, counts, rows), pool=af.Pool(4)
+        )
+        c, s = c.write(4, c.size()), s.append(af.exp(af.reshape(x, (1, 2))))
+        fetches = [*(a.read(i) for i in range(4)), b.read(4), b.size(), c.stack(), s.stack(), s.take([3, 0]), s.size()]
+    path = tmp_path / "run.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        async with open_session(graph) as session:
+            fetched = await session.run(fetches, {x: np.array([-0.0, 2.5], np.float32)}, record=path)
+    again = await af.replay(path, graph)
+    for one, other in zip(fetched, again.values(), strict=True):
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

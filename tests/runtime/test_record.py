@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.control.stores.array_store import ArrayKind
 from asyncflow.control.stores.array_value import ArrayContent, ArrayValue
+from asyncflow.control.stores.row_block import RowContent, RowKind
+from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import Deliver
 from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import SourceLocation
@@ -35,6 +37,9 @@ VALUES: dict[str, Any] = {
     "open": af.spec("complex64", (None, 2)),
 }
 
+ROWS = RowContent(RowKind(float32, (2,)), 5, np.arange(6, dtype="float32").reshape(3, 2))
+ARRAY = ArrayContent(ArrayKind(float32, (), False, True), 4, ((),), {0: (), 2: np.array(0.5, "float32")})
+
 ANSWERS = {
     0: (np.float32(0.5), "ü"),
     1: (),
@@ -44,6 +49,8 @@ ANSWERS = {
     5: OnCard(np.arange(3, dtype="float32"), [0]),
     6: OnCard((np.int64(1), np.zeros((0, 2)), np.float64(-0.0)), [1, 2]),
     7: Raised("ValueError", "OddError", "tools", "odd", ["a note"], "", "attempt 2 of 2"),
+    8: ROWS,
+    9: OnCard((np.int64(1), ARRAY, ROWS), [1, 2]),
 }
 
 
@@ -269,3 +276,38 @@ def test_a_content_of_a_tensor_array_that_is_damaged_is_refused(tmp_path: Path) 
         _read_answer("array", text.replace("float32", "float64", 1))
     array.close()
     assert array.content() is None
+
+
+def test_a_content_of_a_row_store_that_is_damaged_is_refused() -> None:
+    """Behaviour 112: a store of it has the rows, and room for as many as before."""
+    kind, written = _written_answer(ROWS)
+    found = cast("RowContent", _read_answer(kind, json.loads(json.dumps(written))))
+    again = found.value().append(np.ones((2, 2), np.float32))
+    assert again.block is not found.value().block
+    assert (again.size, len(again.block.array)) == (5, 5)
+    np.testing.assert_array_equal(again.slice(0, 5), np.concatenate([ROWS.rows, np.ones((2, 2), np.float32)]))
+    for before, after in [("float32", "float64"), ("[2]", "[3]"), ("5", "2"), ("[3,2]", "[6]")]:
+        damaged = cast("str", written).replace(before, after, 1)
+        assert damaged != written
+        with pytest.raises((ValueError, TypeError, af.GraphError)):
+            _read_answer(kind, damaged)
+
+
+async def test_a_card_without_room_for_copies_of_a_store_leaves_the_record_without_it() -> None:
+    """The run goes on; the answer is nowhere."""
+
+    def bind(kernel: Any, info: Any) -> Any:
+        def full(store: object) -> Any:
+            raise MemoryLimitExceeded(device="cuda:0", requested=3, used=5, limit=4, top=())
+
+        return full
+
+    card: Any = SimpleNamespace(bind=bind)
+    card.asynchronous = card
+    log = PickLog()
+    log.answers[0] = ELSEWHERE
+    store = _OfCard()
+    store.value = ARRAY.value()  # type: ignore[attr-defined]
+    log._bring(0, (store,), card)
+    await log.copied()
+    assert log.answers[0] is ELSEWHERE

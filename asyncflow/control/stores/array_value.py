@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 
@@ -30,8 +31,9 @@ from asyncflow.values import Array, Namespace
 _Element: TypeAlias = "Array | tuple[int, ...]"
 
 
-class ArrayContent(NamedTuple):
-    """All that a state of an array on the host holds, as plain values: for a record of a run.
+@dataclass(frozen=True, slots=True)
+class ArrayContent:
+    """All that a state of an array holds, as plain values: for a record of a run.
 
     Attributes:
         kind: properties of the array.
@@ -45,6 +47,17 @@ class ArrayContent(NamedTuple):
     common: Common
     elements: Mapping[int, _Element]
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The elements that can still be read."""
+        return tuple(each for each in self.elements.values() if not isinstance(each, tuple))
+
+    def with_arrays(self, arrays: Iterable[Array]) -> ArrayContent:
+        """Return the content with other arrays as its elements, such as copies on another device."""
+        left = iter(arrays)
+        found = {index: each if isinstance(each, tuple) else next(left) for index, each in self.elements.items()}
+        return replace(self, elements=found)
+
     def text(self) -> str:
         """Return the text of the content: properties, then a column of indices and a column of values."""
         kind, common = self.kind, self.common
@@ -57,7 +70,7 @@ class ArrayContent(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the content that has such a text.
+        """Return the content that has the text.
 
         Raises:
             ValueError, TypeError, AttributeError, GraphError: it is the text of something else.
@@ -71,10 +84,10 @@ class ArrayContent(NamedTuple):
         elements = dict(zip(numbers, values, strict=True))
         return cls(kind, size, None if common is None else (common.shape,), elements)
 
-    def value(self) -> ArrayValue:
-        """Return such a state, in a store of its own."""
+    def value(self, xp: Namespace = np) -> ArrayValue:
+        """Return a state with the content, in a new store; `xp` is the array namespace of the elements."""
         # Without a block: elements are kept one by one, so that each has the bits of the record.
-        store = Store(np, self.kind, Family(in_block=False))
+        store = Store(xp, self.kind, Family(in_block=False))
         for index, found in self.elements.items():
             element = store.elements[index] = Element(None if isinstance(found, tuple) else found, 0)
             if isinstance(found, tuple):
@@ -126,11 +139,11 @@ class ArrayValue:
         return self
 
     def content(self) -> ArrayContent | None:
-        """Return copies of all elements; None unless all of them are on the host, and the array is open."""
+        """Return copies of all elements, on their device; None if the array is closed."""
         store, found = self._store, dict[int, Array | tuple[int, ...]]()
         # Copies, as a reader that is the last one may own the memory of an element and write to it.
         with store.family.lock:
-            if store.xp is not np or store.family.is_closed:
+            if store.family.is_closed:
                 return None
             rows = store.rows_at(self._version)
             for index in range(0 if rows is None else rows.count):

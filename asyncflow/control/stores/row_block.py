@@ -8,15 +8,18 @@ written twice, so views of them stay valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, final
+from typing import Final, Self, cast, final
 
 import numpy as np
 
+from asyncflow.graph.text.parse import parse_value
+from asyncflow.graph.text.text import Printer
 from asyncflow.graph.values.dtypes import DType, dtype_name
 from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array, Namespace
 
 
@@ -34,6 +37,52 @@ class RowKind:
 
     def __repr__(self) -> str:
         return f"RowStore of {dtype_name(self.dtype)}{format_shape(self.row_shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowContent:
+    """All that a state of a store holds, as plain values: for a record of a run.
+
+    Attributes:
+        kind: properties of the store.
+        capacity: number of rows that the block has room for.
+        rows: the rows, as one array.
+    """
+
+    kind: RowKind
+    capacity: int
+    rows: Array
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The rows."""
+        return (self.rows,)
+
+    def with_arrays(self, arrays: Iterable[Array]) -> RowContent:
+        """Return the content with another array of rows, such as a copy on another device."""
+        (rows,) = arrays
+        return replace(self, rows=rows)
+
+    def text(self) -> str:
+        """Return the text of the content."""
+        return Printer().value((Spec(self.kind.dtype, self.kind.row_shape), self.capacity, self.rows))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the content that has the text.
+
+        Raises:
+            ValueError, TypeError, AttributeError, GraphError: it is the text of something else.
+        """
+        row, capacity, rows = cast("tuple[Spec, int, Array]", parse_value(text))
+        shape = cast("tuple[int, ...]", row.shape)
+        if rows.dtype != row.dtype or rows.shape != (len(rows), *shape) or capacity < len(rows):
+            raise ValueError(f"no RowStore of {row} has room for {capacity} rows, and rows {rows!r:.50}")
+        return cls(RowKind(row.dtype, shape), capacity, rows)
+
+    def value(self, xp: Namespace = np) -> RowState:
+        """Return a state with the content, in a new block; `xp` is the array namespace of the rows."""
+        return RowState(RowBlock(xp, self.kind, self.capacity), 0).append(self.rows)
 
 
 @final
@@ -106,6 +155,10 @@ class RowState:
     def held(self) -> RowBlock:
         """The block, for the account of a device that has a limit."""
         return self.block
+
+    def content(self) -> RowContent:
+        """Return the content, with a copy of the rows on the same device."""
+        return RowContent(self.block.kind, len(self.block.array), self.block.readable[: self.size].copy())
 
     def append(self, rows: Array) -> RowState:
         """The state with more rows."""

@@ -19,6 +19,7 @@ from asyncflow.compiler.plan import FiringWay, Kind, PlanNode
 from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, Placed, recording
 from asyncflow.devices.values import DeviceArray, DeviceValue, is_array, stays_on_host
 from asyncflow.runtime.executor.kernels.provenance import as_kernel_error
+from asyncflow.runtime.watch.picks import StoreContent, made_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,26 +99,48 @@ class Ports:
         executor, recorder, device = self._executor, self._executor.recorder, self._executor.asynchronous
         assert device is not None and recorder is not None
         outputs: list[Placed] = [*answer.outputs] if isinstance(answer.outputs, tuple) else [answer.outputs]
-        left = len(answer.placed)
+        stores = {index: outputs[index] for index in answer.placed if isinstance(outputs[index], StoreContent)}
+        parts = {index: list(stores[index].arrays if index in stores else [outputs[index]]) for index in answer.placed}
+        # In a store, a scalar was on the host, and an array of rank 0 on the card.
+        asked = [
+            (each, at)
+            for index, each in parts.items()
+            for at, x in enumerate(each)
+            if not (index in stores and isinstance(x, np.generic))
+        ]
+        # One more than there are copies: without any, as of a store without elements, the firing still ends.
+        left = len(asked) + 1
 
-        def take(index: int, copied: Placed, error: BaseException | None) -> None:
+        def take(each: list[Placed], at: int, copied: Placed, error: BaseException | None) -> None:
+            if error is None:
+                each[at] = copied if np.ndim(each[at]) else copied[0]
+                end()
+            else:
+                executor.kernel_failed(error, node, iteration, inputs)
+
+        def end() -> None:
             nonlocal left
             left -= 1
-            if error is not None:
+            if left or executor.stopped:
+                return
+            # A store is made by a kernel, which waits for the copies of its arrays on the card's own stream.
+            try:
+                for index, each in parts.items():
+                    outputs[index] = made_on(device, stores[index], each) if index in stores else each[0]
+            except Exception as error:  # such as no room for the rows
                 executor.kernel_failed(error, node, iteration, inputs)
                 return
-            outputs[index] = copied if np.ndim(outputs[index]) else copied[0]
-            if not (left or executor.stopped):
-                result = outputs[0] if node.single else tuple(outputs)
-                recorder.given(node, iteration, result)
-                executor.complete(node, iteration, inputs, result)
+            result = outputs[0] if node.single else tuple(outputs)
+            recorder.given(node, iteration, result)
+            executor.complete(node, iteration, inputs, result)
 
-        for index in answer.placed:
-            deliver = executor.expect(partial(take, index))
+        for each, at in asked:
+            deliver = executor.expect(partial(take, each, at))
             try:
-                device.feed(np.atleast_1d(outputs[index]), deliver)  # a number would stay on the host
+                device.feed(np.atleast_1d(each[at]), deliver)  # a number would stay on the host
             except BaseException as error:
                 deliver(None, error)
+        end()
 
     # -- between devices -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import numpy as np
 from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.control.stores.array_value import ArrayContent
+from asyncflow.control.stores.row_block import RowContent
 from asyncflow.devices.values import is_array
 from asyncflow.errors import EndOfInput, GraphError, QueueClosedError, ReplayError
 from asyncflow.graph.graph import Graph
@@ -31,7 +32,16 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.user.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.calls.calls import Call
 from asyncflow.runtime.calls.session_options import OF_ITS_PLACE, SessionOptions
-from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, UNANSWERED, OnCard, Pick, PickLog, checksum
+from asyncflow.runtime.watch.picks import (
+    COMPUTED,
+    ELSEWHERE,
+    UNANSWERED,
+    OnCard,
+    Pick,
+    PickLog,
+    StoreContent,
+    checksum,
+)
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.table import Table
 from asyncflow.state.table_state import TableCapture, TableState
@@ -139,8 +149,8 @@ class Record:
     def why_it_lacks(self, node: str) -> str:
         """Return the message for a node that `lacks` names."""
         return (
-            f"what {node} was given is not in the record, which holds no RowStores, no values of a simulation of "
-            f"shapes, and none of a card that was lost\n  built at {self.lines.get(node, 'an unknown line')}"
+            f"what {node} was given is not in the record, which holds no values of a simulation of shapes, and none "
+            f"of a card that was lost or had no room for copies\n  built at {self.lines.get(node, 'an unknown line')}"
         )
 
     @classmethod
@@ -332,13 +342,13 @@ def _written_answer(answer: object) -> tuple[str, object]:
     if isinstance(answer, CallLog):
         return "calls", [_written_outcome(outcome) for outcome in answer.outcomes]
     if isinstance(answer, OnCard):
-        return "card", (_written(answer.outputs), answer.placed)
+        return "card", (_written_answer(answer.outputs), answer.placed)
     if isinstance(answer, Raised):
         return "raised", answer
-    if isinstance(answer, ArrayContent):
-        return "array", answer.text()
-    # A content is a tuple itself, and the text form of values has no place for it.
-    if isinstance(answer, tuple) and any(isinstance(each, ArrayContent) for each in answer):
+    if isinstance(answer, StoreContent):
+        return "array" if isinstance(answer, ArrayContent) else "rows", answer.text()
+    # The text form of values has no place for a content.
+    if isinstance(answer, tuple) and any(isinstance(each, StoreContent) for each in answer):
         return "values", [_written_answer(each) for each in answer]
     return "value", _written(answer)
 
@@ -363,19 +373,21 @@ def _read_answer(kind: str, found: object) -> object:
         log.outcomes = [_read_outcome(*outcome) for outcome in cast("list[tuple[str, object]]", found)]
         return log
     if kind == "card":
-        return _read_on_card(*cast("tuple[str, Sequence[int]]", found))
-    if kind == "array":
-        return ArrayContent.read(cast("str", found))
+        return _read_on_card(*cast("tuple[str | tuple[str, object], Sequence[int]]", found))
+    if kind in ("array", "rows"):
+        return (ArrayContent if kind == "array" else RowContent).read(cast("str", found))
     if kind == "values":
         return tuple(_read_answer(*each) for each in cast("list[tuple[str, object]]", found))
     return parse_value(cast("str", found))
 
 
-def _read_on_card(written: str, placed: Sequence[int]) -> OnCard:
-    outputs = parse_value(written)
+def _read_on_card(written: str | tuple[str, object], placed: Sequence[int]) -> OnCard:
+    # Earlier releases wrote the text alone, without stores.
+    outputs = parse_value(written) if isinstance(written, str) else _read_answer(*written)
     # A damaged record must not place a string or a number on a card, where the error would name no file.
     arrays = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not placed or not all(index in range(len(arrays)) and is_array(arrays[index]) for index in placed):
+    is_there = [is_array(each) or isinstance(each, StoreContent) for each in arrays]
+    if not placed or not all(index in range(len(arrays)) and is_there[index] for index in placed):
         raise ValueError(f"no card has outputs {placed!r:.50} of {len(arrays)}")
     return OnCard(outputs, placed)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 from zlib import crc32
 
@@ -20,7 +20,9 @@ import numpy as np
 
 from asyncflow.compiler.plan import Kind, PlanNode
 from asyncflow.control.stores.array_value import ArrayContent, ArrayValue
-from asyncflow.devices.protocol import Device, Placed
+from asyncflow.control.stores.row_block import RowContent, RowState
+from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.protocol import AsynchronousDevice, Device, KernelInfo, Placed
 from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import ReplayError
 from asyncflow.graph.facts import CALL_AGAIN
@@ -33,7 +35,7 @@ from asyncflow.state.variables.variable import Variable
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
-    from asyncflow.values import Value
+    from asyncflow.values import Array, Value
 
 _MOST_SHOWN = 5
 
@@ -44,7 +46,10 @@ UNANSWERED: Final = object()
 """In place of an answer: the recorded run has ended before one came."""
 
 ELSEWHERE: Final = object()
-"""In place of an answer: it has no copy on the host, such as a RowStore, or a value of a card that is lost."""
+"""In place of an answer: it has no copy on the host, such as a value of a card that is lost."""
+
+StoreContent: TypeAlias = ArrayContent | RowContent
+"""All that a state of a TensorArray or RowStore holds."""
 
 
 class Tagged(Protocol):
@@ -61,7 +66,7 @@ class OnCard(NamedTuple):
     """The answer of a firing that has some of its outputs in the memory of a card.
 
     Attributes:
-        outputs: the copies on the host: one value, or a tuple of them.
+        outputs: the copies on the host: one value, or a tuple of them; of a store, its content.
         placed: the numbers of the outputs that belong on the card.
     """
 
@@ -207,9 +212,7 @@ class PickLog:
         """Record the answer to a firing."""
         if asks_others(node.source) or self._is_foreign(node):
             copied = _copied(result)
-            plain = [not isinstance(each, ArrayContent) for each in _outputs_of(copied)]
-            is_whole = checksum(tuple(compress(_outputs_of(copied), plain))) is not None
-            self.answers[place] = copied if is_whole else ELSEWHERE
+            self.answers[place] = ELSEWHERE if _checksum_of(copied) is None else copied
             self._bring(place, result, device)
         elif place in self._calls:
             self.answers[place] = self._calls[place]
@@ -219,27 +222,43 @@ class PickLog:
         # Asked for now, while the values are on the card: later firings may use up their memory.
         outputs: list[Placed] = [*result] if isinstance(result, tuple) else [result]
         placed = [index for index, value in enumerate(outputs) if isinstance(value, DeviceValue)]
-        if not placed or device.asynchronous is None:
+        card = device.asynchronous
+        if not placed or card is None:
             return
         outputs = [*map(_copied, outputs)]
-        left = len(placed)
+        try:
+            contents = {index: found for index in placed if (found := _content_on(card, outputs[index])) is not None}
+        except MemoryLimitExceeded:  # the run itself may have room; what the record lacks, it says
+            return
+        parts = {index: list(contents[index].arrays if index in contents else [outputs[index]]) for index in placed}
+        asked = [(each, at) for each in parts.values() for at, x in enumerate(each) if isinstance(x, DeviceValue)]
+        left = len(asked) + 1
 
-        def take(index: int, value: Value, _: BaseException | None) -> None:
+        def take(each: list[Placed], at: int, value: Value, _: BaseException | None) -> None:
+            each[at] = value
+            self._ended_copy()
+            end()
+
+        def end() -> None:
             nonlocal left
             left -= 1
-            outputs[index] = value
+            if left:
+                return
+            for index, each in parts.items():
+                outputs[index] = contents[index].with_arrays(map(np.asarray, each)) if index in contents else each[0]
             # After an error, such as the loss of the card, there is none. A simulation of shapes gives no data.
-            if not left and checksum(tuple(outputs)) is not None:
-                self.answers[place] = OnCard(tuple(outputs) if isinstance(result, tuple) else value, placed)
-            self._ended_copy()
+            if _checksum_of(tuple(outputs)) is not None:
+                self.answers[place] = OnCard(tuple(outputs) if isinstance(result, tuple) else outputs[0], placed)
 
-        for index in placed:
-            self._copies += 1  # before the call, which may deliver at once
+        self._copies += len(asked)  # before the calls, which may deliver at once
+        for number, (each, at) in enumerate(asked):
             try:
-                device.asynchronous.read_value(outputs[index], partial(take, index))
+                card.read_value(each[at], partial(take, each, at))
             except BaseException:
-                self._ended_copy()
+                for _ in asked[number:]:
+                    self._ended_copy()
                 raise
+        end()
 
     def _ended_copy(self) -> None:
         self._copies -= 1
@@ -426,25 +445,50 @@ class PickGuide(PickLog):
         )
 
 
-def _outputs_of(result: object) -> Sequence[object]:
-    # A content of an array is a tuple, too.
-    return result if isinstance(result, tuple) and not isinstance(result, ArrayContent) else (result,)
+def _content_on(card: AsynchronousDevice, value: DeviceValue) -> StoreContent | None:
+    """Return the content of a store on a card, with copies of its arrays there; None for any other value."""
+    found: StoreContent | None = None
+
+    def copied(store: Placed) -> tuple[Array, ...]:
+        nonlocal found
+        found = store.content()
+        return () if found is None else found.arrays
+
+    if not isinstance(getattr(value, "value", None), ArrayValue | RowState):
+        return None
+    # As a kernel of the card: its copies are made before any later kernel writes to the elements.
+    info = KernelInfo(name="record", single=False, keeps_arrays=True, flops=lambda *_: 0.0, infer=lambda *_: None)
+    arrays = card.bind(copied, info)(value)
+    return None if found is None else found.with_arrays(arrays)
+
+
+def made_on(card: AsynchronousDevice, content: StoreContent, arrays: Sequence[Placed]) -> Placed:
+    """Return a store on a card that has a content with these arrays, which are on the card."""
+    info = KernelInfo(name="replay", keeps_arrays=True, flops=lambda *_: 0.0, infer=lambda *_: None)
+    return card.bind(lambda *found: content.with_arrays(found).value(card.xp), info)(*arrays)
 
 
 def _copied(result: Value) -> Value:
     """Return a result that stays unchanged when the memory of this one is used again."""
     if isinstance(result, tuple):
         return tuple(map(_copied, result))
-    if isinstance(result, ArrayValue):
+    if isinstance(result, ArrayValue | RowState):
         return result.content() or result
     return result.copy() if isinstance(result, np.ndarray) else result
 
 
 def _given(answer: object) -> object:
     """Return the answer to give again: its arrays have stores of their own, as elements may be read only once."""
-    if isinstance(answer, ArrayContent):
+    if isinstance(answer, StoreContent):
         return answer.value()
     return tuple(map(_given, answer)) if isinstance(answer, tuple) and not isinstance(answer, OnCard) else answer
+
+
+def _checksum_of(result: Value) -> int | None:
+    """Return the checksum of a result and of the arrays in its stores; None if some are not on the host."""
+    values = result if isinstance(result, tuple) else (result,)
+    parts = (each.arrays if isinstance(each, StoreContent) else (each,) for each in values)
+    return checksum(tuple(chain.from_iterable(parts)))
 
 
 def checksum(result: Value) -> int | None:
