@@ -207,9 +207,16 @@ PROGRAMS: Final[Mapping[str, Callable[[], Program]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Findings about a program: the counts of a warm run, and the plan in words."""
+    """Findings about a program.
+
+    Attributes:
+        counts: of a warm run, as the stand-in counts them.
+        traced: of the same, as its trace counts them.
+        plan: in words.
+    """
 
     counts: Counts
+    traced: Counts
     plan: str
 
     @property
@@ -233,12 +240,13 @@ async def found_for(build: Callable[[], Program], cupy: FakeCupy, **options: Any
         for _ in range(WARM_UPS + CALM + 3):
             await session.run(program.fetches, program.feeds)
         cupy.engine.launches.clear()
-        walk = await walked(lambda: session.run(program.fetches, program.feeds))
+        trace = af.Trace(detail="region")
+        walk = await walked(lambda: session.run(program.fetches, program.feeds, trace=trace))
         names = Counter(name for _, name in cupy.engine.launches)
         copies, graphs = names["memcpyAsync"], names["graph"]
         kernels = sum(count for name, count in names.items() if name not in _OTHERS) - copies - graphs
         plan = session.plan(program.fetches, list(program.feeds)).explain()
-    return Found(Counts(kernels, graphs, copies, walk[ALLOCATION]), plan)
+    return Found(Counts(kernels, graphs, copies, walk[ALLOCATION]), Counts(*trace.requests[0][2:]), plan)
 
 
 async def count_all(**options: Any) -> dict[str, Found]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import asyncflow as af
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
 from asyncflow.compiler.dump import listening
 from asyncflow.compiler.plan import Plan
+from asyncflow.errors import counted
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.ir import Node
+from asyncflow.profiler.summary import format_requests, summarize
+from asyncflow.runtime.watch.trace import Trace
 
 
 def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = (), all_passes: bool = False) -> int:
-    """Run `target`, print a description of each plan compiled for it, and return the exit code.
+    """Run `target`, print each plan compiled for it and the requests to cards, and return the exit code.
 
     Args:
         target: ``file.py:name`` or ``package.module:name``. Of a graph, the plan of all that it computes is printed.
@@ -44,7 +48,16 @@ def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = ()
         print(f"plan {count}, of {names or 'nothing'}:\n{plan.explain()}\n")
 
     listens = listening(tell) if shows_passes else listening(on_plan=on_plan)
-    code = run_program(Target.parse(target), arguments, listens, on_graph=_compile)
+    trace = Trace(detail="region", capacity=0)  # for its counts alone
+
+    @contextmanager
+    def observed() -> Iterator[None]:
+        with listens, trace:
+            yield
+
+    code = run_program(Target.parse(target), arguments, observed(), on_graph=_compile)
+    if requests := summarize(trace).requests:
+        print(f"requests to cards in {counted(len(trace.runs), 'run')}:\n{format_requests(requests)}")
     for name in not_seen:
         print(f"in no plan of the program was there anything for {name} to do")
     return code

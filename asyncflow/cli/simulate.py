@@ -23,7 +23,7 @@ from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
-from asyncflow.profiler.summary import COPY_STREAMS, align, format_duration
+from asyncflow.profiler.summary import COPY_STREAMS, align, format_duration, format_requests
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.streams import loop as asyncflow_loops
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -188,7 +188,7 @@ class _ProgramLoop(VirtualClockLoop):
 
 
 def format_report(trace: Trace, machine: MachineSpec, machines: Sequence[SimMachine] = ()) -> str:
-    """Return step time, load of host and streams, and peak memory of each device; ends without a newline.
+    """Return step time, load of host and streams, peak memory and requests of each device; ends without a newline.
 
     Args:
         trace: of all runs.
@@ -214,6 +214,8 @@ def format_report(trace: Trace, machine: MachineSpec, machines: Sequence[SimMach
     if streams:
         parts.append(align(("device", "stream", "busy %", "busy", "firings"), streams, left=2))
     parts.append(align(("device", "card", "peak memory", "of", ""), _memory(summary, machine), left=2))
+    if summary.requests:
+        parts.append(format_requests(summary.requests))
     if trace.dropped:
         parts.append(f"{trace.dropped} firings past the trace's capacity are in none of these figures")
     return "\n\n".join(parts)

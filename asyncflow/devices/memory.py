@@ -126,6 +126,40 @@ class MemoryLimitExceeded(Exception):
         )
 
 
+@dataclass(slots=True)
+class Requests:
+    """Counts of the requests of a host to a card; a device counts from the start.
+
+    Attributes:
+        kernels: launched one by one, not as parts of a graph. The kernel of a node counts once, also if CuPy makes
+            several launches of one node.
+        graphs: launched.
+        copies: within the card's memory, to it, and from it.
+        allocations: of arrays; the pool has memory for most of them.
+    """
+
+    kernels: int = 0
+    graphs: int = 0
+    copies: int = 0
+    allocations: int = 0
+
+    def add(self, other: Requests) -> None:
+        """Add other counts."""
+        self.kernels += other.kernels
+        self.graphs += other.graphs
+        self.copies += other.copies
+        self.allocations += other.allocations
+
+    def since(self, earlier: Requests) -> Requests:
+        """Return the requests since earlier counts of the same device."""
+        return Requests(
+            self.kernels - earlier.kernels,
+            self.graphs - earlier.graphs,
+            self.copies - earlier.copies,
+            self.allocations - earlier.allocations,
+        )
+
+
 class MemoryAccount:
     """The account of one device.
 
@@ -149,6 +183,7 @@ class MemoryAccount:
         "at_most",
         "device",
         "fed",
+        "requests",
         "total",
     )
 
@@ -157,6 +192,9 @@ class MemoryAccount:
 
     total: int
     """Bytes counted so far, including freed ones."""
+
+    requests: Requests
+    """Counts of the host's requests to the device. A charge has its number among the allocations."""
 
     fed: int
     """Bytes of feeds among `total`: a feed counts once a store holds it, and no iteration takes it."""
@@ -184,6 +222,7 @@ class MemoryAccount:
         self._laps: dict[Hashable, int] = {}
         self._stores = 0
         self._exact = 0
+        self.requests = Requests()
         self.advise = str  # `str()` is an empty string: no advice
 
     @property
@@ -403,7 +442,7 @@ class ChargedAccount(MemoryAccount):
         make_room: asked once for a number of bytes that do not fit; returns True if it has freed some.
     """
 
-    __slots__ = ("_charges", "_credited", "_next", "credit", "make_room")
+    __slots__ = ("_charges", "_credited", "credit", "make_room")
 
     credit: Callable[[int], None]
     """Count a charge no longer; exactly once a charge. It is a bare ``deque.append``: it takes no lock."""
@@ -417,7 +456,6 @@ class ChargedAccount(MemoryAccount):
         super().__init__(device_name, limit)
         self._charges: dict[int, tuple[int, str]] = {}
         self._credited: deque[int] = deque()
-        self._next = 0
         self.credit = self._credited.append
         self.make_room: Callable[[float], bool] = lambda _nbytes: False
 
@@ -452,7 +490,8 @@ class ChargedAccount(MemoryAccount):
                 self.total += nbytes
                 if used > self._lap:
                     self._lap = used
-                self._next = charge = self._next + 1
+                requests = self.requests
+                requests.allocations = charge = requests.allocations + 1
                 self._charges[charge] = nbytes, label
                 return charge
         if not is_again and self.make_room(nbytes):  # outside of the lock: it frees memory, on whose account it asks

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.figures.host import NO_TIMES
-from asyncflow.devices.memory import MemoryAccount, format_bytes
+from asyncflow.devices.memory import MemoryAccount, Requests, format_bytes
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.values import ArraySpec as ArraySpec
 from asyncflow.devices.values import Deliver as Deliver
@@ -93,6 +93,7 @@ class KernelInfo:
         is_metadata: it needs no data of the device's, and its result is on the host.
         in_region: it is called by the code of a region, and not by itself.
         launch: way of launching it.
+        kernels: number of kernels that it launches.
         code: of a region or loop.
         recipe: the kernel's ingredients, if it is a plain function of arrays; None if it uses state or user code, or
             checks its results.
@@ -116,6 +117,7 @@ class KernelInfo:
     is_metadata: bool = False
     in_region: bool = False
     launch: Launch = "launch"
+    kernels: int = 1
     code: CodeInfo = _NO_CODE
     recipe: KernelRecipe | None = None
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
@@ -137,7 +139,24 @@ class Span(NamedTuple):
     a region launches many kernels."""
 
 
-class CountedSpans(list[object]):
+class RequestingSpans(list[Any]):
+    """Spans, and the requests to their device in the same time.
+
+    Attributes:
+        device: the name of the device, if the device counts requests.
+        requests: the counts.
+        began: counts of the device when it began to record.
+    """
+
+    __slots__ = ("began", "device", "requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = ""
+        self.requests = self.began = Requests()
+
+
+class CountedSpans(RequestingSpans):
     """Spans of which only the number is needed: a device may put None in place of each."""
 
     __slots__ = ()
@@ -476,6 +495,13 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """
         # A plain attribute will do: all launches are on the thread of one event loop, and none waits.
         before, self._spans = self._spans, spans
+        if before is not spans:  # two of a kind are the rule: runs without a trace record into None
+            now = replace(self.memory.requests)
+            if isinstance(before, RequestingSpans):
+                before.requests.add(now.since(before.began))
+            if isinstance(spans, RequestingSpans):
+                spans.began = now
+                spans.device = self.name if self.capabilities.own_memory else ""
         return before
 
     def recorded(self) -> Spans | None:

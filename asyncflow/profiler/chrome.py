@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from asyncflow.profiler.arrows import Arrow, find_arrows
 from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, time_bounds
-from asyncflow.runtime.watch.trace import Firing, MemorySample, Trace
+from asyncflow.runtime.watch.trace import DeviceRequests, Firing, MemorySample, Trace
 
 Event: TypeAlias = dict[str, object]
 
@@ -158,6 +158,7 @@ def _flow_event(arrow: Arrow, phase: str, flow_id: int, pid: int, tid: int, time
 
 
 def _run_events(trace: Trace, tid: int, origin: int) -> Iterator[Event]:
+    asked = _requests_by_run(trace)
     # Spans are paired by id. The run's own number will not do: two sessions may record into one trace.
     for span_id, run in enumerate(sorted(trace.runs, key=lambda run: run.started_ns), start=1):
         span: Event = {
@@ -168,9 +169,17 @@ def _run_events(trace: Trace, tid: int, origin: int) -> Iterator[Event]:
             "tid": tid,
         }
         end = max(run.started_ns, run.ended_ns)
-        args: Event = {"run": run.run, "status": run.status}
+        args: Event = {"run": run.run, "status": run.status, **asked.get(run.run, {})}
         yield {"ph": "b", **span, "ts": _microseconds(run.started_ns - origin), "args": args}
         yield {"ph": "e", **span, "ts": _microseconds(end - origin)}
+
+
+def _requests_by_run(trace: Trace) -> dict[int, Event]:
+    """Return the requests to each card, by number of the run and name of the card."""
+    found: defaultdict[int, Event] = defaultdict(dict)
+    for run, device, *counts in trace.requests:
+        found[run][device] = dict(zip(DeviceRequests._fields[2:], counts, strict=True))
+    return found
 
 
 def _microseconds(ns: int) -> float:

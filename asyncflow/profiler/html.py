@@ -40,7 +40,7 @@ def timeline_data(trace: Trace) -> Json:
 
     Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``, and ``families`` the
     number of each site's family among the pairs of ``legend``. A transfer's ends give their group, and their lane among
-    the lanes of all groups; -1 without a firing.
+    the lanes of all groups; -1 without a firing. ``requests`` holds run, card, and the four counts of `DeviceRequests`.
     """
     first, last = time_bounds(trace)
     tables = _Tables(dict)
@@ -66,6 +66,7 @@ def timeline_data(trace: Trace) -> Json:
         "families": families,
         "colours": {"iterations": PALETTE, "control flow": CONTROL_FLOW_COLOUR, "others": OTHERS_COLOUR},
         "runs": [_run_columns(row, index, first) for index, row in enumerate(run_rows(trace))],
+        "requests": trace.requests,
         **{name: list(tables[name]) for name in ("sites", "tags", "outputs", "statuses", "tensors")},
     }
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from asyncflow.profiler.lanes import TimelineLane, device_order, devices, firing_lanes, time_bounds
-from asyncflow.runtime.watch.trace import LOOP, Firing, Trace
+from asyncflow.runtime.watch.trace import LOOP, DeviceRequests, Firing, Trace
 
 COPY_STREAMS = ("h2d", "d2h", "peer")
 
@@ -89,6 +89,19 @@ class TransferSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSummary:
+    """Counts of the requests of all runs to a card; see `DeviceRequests`."""
+
+    device: str
+    runs: int
+    """Number of runs on the card."""
+    total: DeviceRequests
+    """Sums over these runs, with the number of the last one."""
+    last: DeviceRequests
+    """Counts of the last run, of which a warm program has no captures and no first copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The totals of a trace."""
 
@@ -121,6 +134,8 @@ class Summary:
     devices: tuple[DeviceSummary, ...]
     transfers: tuple[TransferSummary, ...]
     """By source, then target."""
+    requests: tuple[RequestSummary, ...]
+    """By card; none for devices without a memory of their own."""
     nodes: tuple[NodeSummary, ...]
     """Longest total time first."""
 
@@ -150,6 +165,7 @@ def summarize(trace: Trace) -> Summary:
         lanes=tuple(_summarize_streams(lanes, last - first)),
         devices=_summarize_devices(trace, lanes),
         transfers=_summarize_transfers(trace),
+        requests=_summarize_requests(trace),
         nodes=_summarize_nodes(firings),
     )
 
@@ -165,6 +181,8 @@ def format_table(summary: Summary, *, top: int = 20) -> str:
         parts.append(_device_table(summary))
     if summary.transfers:
         parts.append(_transfer_table(summary))
+    if summary.requests:
+        parts.append(format_requests(summary.requests))
     if summary.nodes:
         parts.append(_node_table(summary, top))
     return "\n\n".join(parts)
@@ -257,6 +275,21 @@ def _summarize_transfers(trace: Trace) -> tuple[TransferSummary, ...]:
     return tuple(
         TransferSummary(source=source, target=target, count=len(each), nbytes=sum(each), max_nbytes=max(each))
         for (source, target), each in sorted(sizes.items(), key=lambda item: [device_order(end) for end in item[0]])
+    )
+
+
+def _summarize_requests(trace: Trace) -> tuple[RequestSummary, ...]:
+    by_device: defaultdict[str, list[DeviceRequests]] = defaultdict(list)
+    for asked in trace.requests:
+        by_device[asked.device].append(asked)
+    return tuple(
+        RequestSummary(
+            device=device,
+            runs=len(asked),
+            total=DeviceRequests(asked[-1].run, device, *map(sum, zip(*(each[2:] for each in asked), strict=True))),
+            last=asked[-1],
+        )
+        for device, asked in sorted(by_device.items(), key=lambda item: device_order(item[0]))
     )
 
 
@@ -415,6 +448,17 @@ def _transfer_table(summary: Summary) -> str:
         for each in summary.transfers
     ]
     return align(("from", "to", "transfers", "bytes", "largest"), rows, left=2)
+
+
+def format_requests(requests: Sequence[RequestSummary]) -> str:
+    """Return a table of the requests to each card, in all runs and in the last."""
+    rows = []
+    # First runs compile, copy constants and capture graphs; the last one shows the cost of a warm run.
+    for each in requests:
+        rows.append((each.device, "the run" if each.runs == 1 else f"{each.runs} runs", *map(str, each.total[2:])))
+        if each.runs > 1:
+            rows.append((each.device, "the last", *map(str, each.last[2:])))
+    return align(("card", "in", "launches", "graph launches", "copies", "allocations"), rows, left=2)
 
 
 def _node_table(summary: Summary, top: int) -> str:

@@ -769,6 +769,7 @@
     }
     if (row.kind === "runs") {
       list.push(["Status", status, status === "ok" ? "" : "status-error"], ["Started", duration(row.start[i])], ["Duration", duration(row.span[i])]);
+      for (const [run, card, ...counts] of data.requests) if (run === row.run[i]) list.push([card, asked(counts)]);
       return list;
     }
     list.push(["Op", opOf(row.site[i])]);
@@ -787,6 +788,10 @@
     if (status !== "ok") list.push(["Status", status, "status-error"]);
     if (data.sites[row.site[i]][2]) list.push(["Source", data.sites[row.site[i]][2], "mono"]);
     return list;
+  }
+
+  function asked([launches, graphs, copied, allocations]) {
+    return `${count(launches)} launches, ${count(graphs)} graph launches, ${count(copied)} copies, ${count(allocations)} allocations`;
   }
 
   function definitions(list) {
@@ -987,6 +992,10 @@
     add(count(firingCount - inline - awaited - copies), "offloaded");
     if (awaited) add(count(awaited), "awaited");
     if (copies) add(count(copies), "copies");
+    for (const [k, label] of [[2, "launches"], [3, "graph launches"], [5, "allocations"]]) {
+      const total = data.requests.reduce((sum, each) => sum + each[k], 0);
+      if (total) add(count(total), label);
+    }
     const sent = transfers.nbytes.reduce((sum, each, k) => sum + (transfers.stall[k] ? 0 : each), 0);
     if (sent) add(bytes(sent), "sent");
   }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from asyncflow.cli.main import main
+from tests.fake_cupy.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,17 @@ with af.Graph() as graph:
 async def main():
     async with af.Session(graph) as session:
         print("result", await session.run(y, {x: 7}), await session.run(z, {x: 7}), sys.argv[1:])
+
+
+async def on_a_card():
+    with af.Graph():
+        v = af.placeholder("float32", (8, 8), name="v")
+        w = v
+        for _ in range(3):
+            w = af.tanh(w @ w)
+        async with af.Session(devices=["cuda:0"], cuda_graphs=True) as session:
+            for _ in range(4):
+                await session.run(w, {v: [[1] * 8] * 8})
 
 
 async def fails():
@@ -49,6 +61,21 @@ def test_the_plans_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.index("plan 1, of multiply_1:0:\npartition on cpu:0: ") < out.index("plan 2, of negative:0:\n")
     assert "before" not in out and out.endswith("result 42.0 -7.0 ['--epochs', '3']\n")
+
+
+def test_counts_of_requests_to_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind the plans of a program with a card, a table has launches, graph launches, copies and allocations."""
+    with stand_in(devices=1):
+        assert main(["explain", "explained.py:on_a_card"]) == 0
+    out = capsys.readouterr().out
+    assert "becomes a CUDA graph for each kind of inputs that comes again" in out
+    assert out.endswith(
+        "requests to cards in 4 runs:\n"
+        "card    in        launches  graph launches  copies  allocations\n"
+        "------  --------  --------  --------------  ------  -----------\n"
+        "cuda:0  4 runs          12               2      12           25\n"
+        "cuda:0  the last         0               1       4            2\n"
+    )
 
 
 def test_the_plan_of_a_graph(capsys: pytest.CaptureFixture[str]) -> None:

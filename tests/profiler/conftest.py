@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace
+from asyncflow.runtime.watch.trace import DeviceRequests, Firing, MemorySample, RunSpan, Trace
 
 ORIGIN = 9_000_000_000
 
@@ -42,5 +42,6 @@ def trace() -> Trace:
             RunSpan(1, "", ORIGIN + 2_000, ORIGIN + 10_000, "error"),
         ],
         memory=[MemorySample("cpu:1", ORIGIN + 9_000, 16_384), MemorySample("cpu:1", ORIGIN + 4_000, 8_192)],
+        requests=[DeviceRequests(0, "cuda:0", 29, 0, 4, 35), DeviceRequests(1, "cuda:0", 0, 1, 2, 3)],
         dropped=3,
     )

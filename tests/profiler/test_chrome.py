@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.profiler.chrome import chrome_events, render_chrome
-from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace, Transfer
+from asyncflow.runtime.watch.trace import DeviceRequests, Firing, MemorySample, RunSpan, Trace, Transfer
 
 Event = dict[str, Any]
 
@@ -119,6 +119,17 @@ def test_runs_are_async_spans_paired_by_id(trace: Trace) -> None:
         ("predict", 1, "run", 9.0),
         ("run 1", 2, "run", 10.0),
     ]
+
+
+def test_runs_say_the_requests_to_each_card(trace: Trace) -> None:
+    trace.requests.append(DeviceRequests(1, "cuda:1", 2, 0, 1, 2))
+    _, second = of_phase(parse(trace)["traceEvents"], "b")
+    assert second["args"] == {
+        "run": 1,
+        "status": "error",
+        "cuda:0": {"launches": 0, "graph_launches": 1, "copies": 2, "allocations": 3},
+        "cuda:1": {"launches": 2, "graph_launches": 0, "copies": 1, "allocations": 2},
+    }
 
 
 def test_two_sessions_may_number_their_runs_alike() -> None:

@@ -112,6 +112,10 @@ def test_runs_and_memory_reach_the_page(trace: Trace) -> None:
     assert data["groups"][1]["memory"] == [{"label": "memory", "time": [4_000, 9_000], "nbytes": [8_192, 16_384]}]
 
 
+def test_requests_of_runs_reach_the_page(trace: Trace) -> None:
+    assert timeline_data(trace)["requests"] == [(0, "cuda:0", 29, 0, 4, 35), (1, "cuda:0", 0, 1, 2, 3)]
+
+
 def test_counters_of_saved_values_reach_the_page_where_any_moved() -> None:
     samples = [MemorySample("sim:0", 1, 9, 5, host=2, disk=1), MemorySample("sim:0", 2, 9, 6, host=1, coming=2)]
     (group,) = embedded(Trace(memory=samples))["groups"]
@@ -191,6 +195,7 @@ def test_an_empty_trace_makes_a_page_that_says_so() -> None:
         "families": [],
         "colours": {"iterations": list(PALETTE), "control flow": CONTROL_FLOW_COLOUR, "others": OTHERS_COLOUR},
         "runs": [],
+        "requests": [],
         "sites": [],
         "tags": [],
         "outputs": [],

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
+import numpy as np
+
 from asyncflow.autodiff.stores.row_gradients import READ_ROWS, RowGradient
 from asyncflow.autodiff.stores.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
@@ -28,6 +30,7 @@ from asyncflow.compiler.program.kernels.kernels import (
     kernel_flops,
     kernel_specs,
 )
+from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.request import PlanOptions
@@ -147,7 +150,9 @@ class Binding:
 
         # On a card with a limit, saved values may have to move for a buffer that is kept.
         spare_bytes = _SPARE_ON_CARD if limit is None else 0
-        code = generator(bind=bind, enqueues=True, spare_bytes=spare_bytes).generate(node.name)
+        # Kernels of a simulated card launch themselves, and are counted there.
+        counter = KernelCounter(None if launching.xp is np else launching.memory.requests, self.on_host)
+        code = generator(bind=bind, enqueues=True, spare_bytes=spare_bytes, counter=counter).generate(node.name)
         asked = self.options.cuda_graphs
         why_not = why_not_captured(region, self.on_host)
         if self.options.check_numerics:  # a graph that is replayed raises nothing

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
+from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.regions.code.codegen import RegionGenerator
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.decisions import Body, Branch, Condition, Loop, decisions
@@ -26,10 +27,12 @@ class DeviceFunctions:
     Attributes:
         name: of the loop's node, for generated files.
         bind: gives each node's kernel.
+        counter: counts the kernels that the functions launch.
     """
 
     name: str
     bind: Callable[[Node], Kernel]
+    counter: KernelCounter
 
     def condition(self, part: Subgraph) -> Condition:
         """The function of a loop's predicate."""
@@ -45,7 +48,7 @@ class DeviceFunctions:
         """Return the function of a loop's or a branch's body, from its inputs to its results."""
         region = Region(tuple(part.nodes), tuple(part.inputs), tuple(part.results))
         return (
-            RegionGenerator(region=region, bind=self.bind, enqueues=True, decide=self._decision)
+            RegionGenerator(region=region, bind=self.bind, enqueues=True, decide=self._decision, counter=self.counter)
             .generate(self.name)
             .function
         )

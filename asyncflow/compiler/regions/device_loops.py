@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.kernels.kernels import bind_member, find_unknown_vectors
+from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
@@ -103,7 +104,7 @@ def bind_device_loop(
     def bind(member: Node) -> Kernel:
         return bind_member(member, lambda xp: bare(xp, member), device, stream, inside)
 
-    functions = DeviceFunctions(node.name, bind)
+    functions = DeviceFunctions(node.name, bind, KernelCounter(device.memory.requests, inside))
     launches = sum(1 for part in loop.subgraphs for _ in part.walk())
     info = KernelInfo(
         name=node.name,

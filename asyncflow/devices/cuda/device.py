@@ -321,6 +321,7 @@ class CudaDevice(Progress):
             ready.synchronize()
             copying = cupy.cuda.Stream(non_blocking=True)  # as in `exchange.read`
             array.set(np.asarray(value, order="C"), stream=copying)
+            self.memory.requests.copies += 1
             copying.synchronize()
         return CudaArray(array, self, self.compute, name)
 
@@ -432,8 +433,7 @@ class CudaDevice(Progress):
         """Add the work launched from here on to `spans`; None stops that. Returns the former target."""
         if spans is not None and self._clock.is_old:
             self._host.enqueue(self._clock.refresh)
-        before, self._spans = self._spans, spans
-        return before
+        return super().record_into(spans)
 
     def settle(self, spans: Spans) -> Sequence[Span]:
         """The spans of work that has ended, with their times."""

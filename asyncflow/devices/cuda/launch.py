@@ -75,6 +75,7 @@ class CudaLauncher:
                     convert = values.raw if index - first in info.host_inputs else values.uploaded
                     raw[index] = convert(args[index], info.name)
                 device.launched += 1
+                device.memory.requests.kernels += info.kernels
                 with device.timed(values.stream, info.name):
                     result = self._kernel(*raw)
                 if info.single:

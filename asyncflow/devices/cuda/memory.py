@@ -23,7 +23,7 @@ from math import inf
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded, format_bytes
+from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded, Requests, format_bytes
 from asyncflow.streams.cuda.stream import CudaStream, active
 
 if TYPE_CHECKING:
@@ -229,6 +229,12 @@ class PrivatePool:
     def release(self) -> None:
         """Give back to the device's pool whatever no array has; no graph uses it any more."""
         self._pool.free_all_blocks()
+
+
+def active_requests() -> Requests:
+    """Return the counts of the device whose stream is active; where that captures, counts that no caller reads."""
+    pool = None if active.stream is None else active.stream.pool
+    return pool.account.requests if isinstance(pool, CudaPool) else Requests()
 
 
 class Dispatch:

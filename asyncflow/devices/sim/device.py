@@ -439,6 +439,7 @@ class SimDevice(Timeline):
     ) -> SimEvent:
         duration_ns = self.machine.duration_ns(seconds)
         ready_ns = stream.ready_ns(self.thread.spend(call))
+        self.memory.requests.copies += 1
         event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)
         for lane in lanes:
             lane.occupy(event.started_ns, event.time_ns, self.machine.now_ns())

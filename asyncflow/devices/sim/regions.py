@@ -165,7 +165,7 @@ class SimRegionLauncher:
         device, stream, name = self._device, self._stream, self._info.name
         device.memory.check(graph.results, name)
         device.fill_buffers(stream, _arrays(inputs), name)
-        with graph.in_use(), device.in_graph(), quiet():
+        with device.in_graph(), graph.in_use(), quiet():
             outputs, left = run_to_end(code.steps(inputs, given))
         _put(code, given, left)
         device.empty_buffers(stream, _arrays(outputs), name)

@@ -9,7 +9,15 @@ from weakref import WeakValueDictionary
 
 from asyncflow.devices.figures.host import Call, Launch
 from asyncflow.devices.figures.presets import CARDS, Card, kernel_ns, work_ns
-from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span, Spans
+from asyncflow.devices.protocol import (
+    Capabilities,
+    CountedSpans,
+    LaunchingDevice,
+    LogicalDevice,
+    RequestingSpans,
+    Span,
+    Spans,
+)
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, Storage
 from asyncflow.streams.sim.stream import SimEvent, SimStream
@@ -151,10 +159,10 @@ class Timeline(LaunchingDevice[SimStream]):
         duration_ns = machine.duration_ns(seconds) if machine.jitter else round(seconds * _NS_PER_S)
         if self._graph_ns is not None:
             earliest_ns = max(self._graph_ns, stream.free_at_ns + round(self.card.graph_node_s * _NS_PER_S))
-        elif fired or not self._is_card:
-            earliest_ns = self._launched_ns(fired, launch)
         else:
-            earliest_ns = self.thread.spend(launch)
+            self.memory.requests.kernels += 1
+            is_plain = self._is_card and not fired
+            earliest_ns = self.thread.spend(launch) if is_plain else self._launched_ns(fired, launch)
         if earliest_ns < self._card_free_ns:
             earliest_ns = self._card_free_ns
         event = stream.launch(duration_ns, earliest_ns, name)
@@ -180,10 +188,13 @@ class Timeline(LaunchingDevice[SimStream]):
     def in_graph(self) -> Iterator[None]:
         """A block whose launches are part of one CUDA graph, which the host launches first."""
         self._graph_ns = self.thread.spend("graph")
+        self.memory.requests.graphs += 1
+        before = self.memory.requests.allocations
         try:
             yield
         finally:
             self._graph_ns = None
+            self._allocated(before - self.memory.requests.allocations)  # arrays in the memory of the graph
 
     def fill_buffers(self, stream: SimStream, arrays: Iterable[SimArray], name: str) -> None:
         """Copy values to the buffers of a graph."""
@@ -195,12 +206,18 @@ class Timeline(LaunchingDevice[SimStream]):
     def empty_buffers(self, stream: SimStream, arrays: Iterable[SimArray], name: str) -> None:
         """Copy values from the buffers of a graph: they are there when that is done."""
         for array in arrays:
+            self._allocated(1)
             event = self._copied_buffer(stream, array, name)
             if array.written.stream is stream:
                 array.written = event
 
+    def _allocated(self, count: int) -> None:
+        if isinstance(self._spans, RequestingSpans):
+            self._spans.requests.allocations += count
+
     def _copied_buffer(self, stream: SimStream, array: SimArray, name: str) -> SimEvent:
         ready_ns = max(self.thread.spend("buffer"), self._card_free_ns)
+        self.memory.requests.copies += 1
         event = stream.launch(round(kernel_ns(self.card, 0.0, 2 * array.nbytes)), ready_ns, name)
         self._card_free_ns = event.time_ns
         self._record(event, 0)

@@ -272,7 +272,7 @@ class PartitionRun(ABC):
         result: Value,
     ) -> None:
         """Record a device's work for one firing (None: before any)."""
-        if spans and self.recorder is not None:
+        if spans is not None and self.recorder is not None:  # copies in pieces are added later
             self.recorder.spans(spans, device, node, iteration, result)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Any) -> None:

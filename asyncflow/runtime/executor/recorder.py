@@ -11,8 +11,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from asyncflow.compiler.plan import PlanNode
-from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Span, Spans
+from asyncflow.devices.memory import Requests, format_bytes
+from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, RequestingSpans, Span, Spans
 from asyncflow.devices.saved.saved_handle import SwapCopy
 from asyncflow.devices.swapping import memory_sample
 from asyncflow.ops.user.recorded_calls import in_log
@@ -22,7 +22,7 @@ from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
 from asyncflow.runtime.watch.picks import PickLog
-from asyncflow.runtime.watch.trace import LATE_COPY, LOOP, Firing, MemorySample, Trace, Transfer
+from asyncflow.runtime.watch.trace import LATE_COPY, LOOP, DeviceRequests, Firing, MemorySample, Trace, Transfer
 from asyncflow.values import Value
 
 
@@ -80,6 +80,7 @@ class Recorder:
         self._device = device
         self._launched: list[_Launched] = []
         self._counted: list[tuple[AsynchronousDevice, Spans]] = []
+        self._asking: list[RequestingSpans] = []
         device.memory.lap(self)  # peaks are measured from here on; `finish` ends that
         # The mover adds to a list of its own as copies end, on any thread; `finish` reads it once the run has ended.
         self.moves: Sequence[SwapCopy] = ()
@@ -222,7 +223,9 @@ class Recorder:
 
     def new_spans(self) -> Spans:
         """Return a list for a device to record into; for a full trace, a list that only counts."""
-        return CountedSpans() if self._is_full else []  # a trace says how many firings it has dropped
+        spans = CountedSpans() if self._is_full else RequestingSpans()  # a trace says how many firings it has dropped
+        self._asking.append(spans)
+        return spans
 
     def spans(
         self, spans: Spans, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Value
@@ -267,9 +270,25 @@ class Recorder:
             count = min(len(spans), room)
             trace._add_later(count, partial(launched.records, self._run_id, spans, count))
         trace.dropped += sum(len(device.settle(spans)) for device, spans in self._counted)
+        for asked in self._requests():
+            trace._ask(asked)
         self._counted.clear()
         self._launched.clear()
+        self._asking.clear()
         self._device.memory.end_laps(self)
+
+    def _requests(self) -> list[DeviceRequests]:
+        """Return the requests to each card: to the partition's own, and to a card that had to send a value."""
+        totals: dict[str, Requests] = {}
+        if self._device.capabilities.own_memory:
+            totals[self._device.name] = Requests(copies=len(self.moves))
+        for spans in self._asking:
+            if spans.device:
+                totals.setdefault(spans.device, Requests()).add(spans.requests)
+        return [
+            DeviceRequests(self._run_id, device, each.kernels, each.graphs, each.copies, each.allocations)
+            for device, each in totals.items()
+        ]
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         """Record a value that has come from another device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import add
 from pathlib import Path
 from threading import Lock
 from typing import Final, Literal, NamedTuple, Self, TypeAlias
@@ -141,6 +142,25 @@ class MemorySample(NamedTuple):
     coming: int = 0
 
 
+class DeviceRequests(NamedTuple):
+    """Counts of the requests of one run to one card.
+
+    Moves of saved values are among the copies. The requests to a simulated card are simulated.
+    """
+
+    run: int
+    device: str
+    """Name of the card, such as ``cuda:0`` or ``sim:0``."""
+    launches: int
+    """Kernels launched one by one, not as parts of a CUDA graph. The kernel of a node counts once, also if CuPy makes
+    several launches of one node."""
+    graph_launches: int
+    copies: int
+    """Within the card's memory, to it, and from it."""
+    allocations: int
+    """Arrays; the pool has memory for most of them."""
+
+
 _Records: TypeAlias = "tuple[list[Firing], list[MemorySample]]"
 
 _making = Lock()
@@ -168,6 +188,7 @@ class Trace:
             region as one firing. None takes the detail of the trace in whose block this one is made, or ``"node"``.
         runs: the runs that have ended.
         transfers: the values that went between devices.
+        requests: counts of the requests of each run to each card, also where firings were dropped.
         dropped: number of firings that were not kept.
         interpreted: number of runs that traces made inside the block have recorded with every node, where this one
             would not.
@@ -186,6 +207,7 @@ class Trace:
         "dropped",
         "interpreted",
         "order",
+        "requests",
         "runs",
         "transfers",
     )
@@ -199,6 +221,7 @@ class Trace:
         runs: Iterable[RunSpan] = (),
         memory: Iterable[MemorySample] = (),
         transfers: Iterable[Transfer] = (),
+        requests: Iterable[DeviceRequests] = (),
         dropped: int = 0,
     ) -> None:
         """Begin a record, with these records in it.
@@ -210,6 +233,7 @@ class Trace:
         self.detail = detail
         self.runs = list(runs)
         self.transfers = list(transfers)
+        self.requests = list(requests)
         self.dropped = dropped
         self.interpreted = 0
         self.order: PickLog | None = None
@@ -256,6 +280,18 @@ class Trace:
             self._added += count
             self._unmade.append(make)
 
+    def _ask(self, asked: DeviceRequests) -> None:
+        """Add counts of a run and card to earlier counts of the same run and card, if there are any."""
+        # All executors of a run end their records in one go, so no other run's counts are between.
+        for place in range(len(self.requests) - 1, -1, -1):
+            run, device, *counts = self.requests[place]
+            if run != asked.run:
+                break
+            if device == asked.device:
+                self.requests[place] = DeviceRequests(run, device, *map(add, counts, asked[2:]))
+                return
+        self.requests.append(asked)
+
     def _make(self) -> None:
         if not self._unmade:  # without the lock, as nearly every reader leaves here
             return
@@ -276,7 +312,7 @@ class Trace:
     __hash__ = None  # type: ignore[assignment]  # records are added as time goes by
 
     def _compared(self) -> tuple[object, ...]:
-        records = self.firings, self.runs, self.memory, self.transfers
+        records = self.firings, self.runs, self.memory, self.transfers, self.requests
         return self.capacity, self.detail, self.dropped, *records
 
     def __repr__(self) -> str:
@@ -305,6 +341,7 @@ class Trace:
         self.interpreted += len(inner.runs) if inner.detail == "node" != self.detail else inner.interpreted
         self.memory.extend(inner.memory)
         self.transfers += inner.transfers
+        self.requests += inner.requests
 
 
 _current: Entered[Trace] = Entered("asyncflow_trace")

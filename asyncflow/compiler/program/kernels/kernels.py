@@ -15,7 +15,7 @@ from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMEN
 from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
 from asyncflow.compiler.program.kernels.fused import alone
-from asyncflow.compiler.program.kernels.work import flops_of, launch_of
+from asyncflow.compiler.program.kernels.work import flops_of, kernel_count, launch_of
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.control.stores.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
@@ -159,6 +159,7 @@ def bind_launch(
         is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
         in_region=in_region,
         launch=launch_of(node),
+        kernels=kernel_count(node, found),
         recipe=None if is_checked else _recipe(node),  # a kernel made elsewhere would not check
         flops=partial(kernel_flops, node),
         infer=partial(kernel_specs, node),

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from asyncflow.compiler.program.host_values import computes_on_host
 from asyncflow.errors import told
-from asyncflow.graph.ir import Node
-from asyncflow.graph.op import host_inputs
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Memory, host_inputs
 from asyncflow.graph.values.shapes import Shape, is_static
 from asyncflow.ops.arrays.manipulation import CONCAT, STACK
 from asyncflow.ops.derivatives.shapes import SUM_TO
 from asyncflow.ops.matrices.products import EINSUM, MATMUL, TENSORDOT, VECDOT
+from asyncflow.state.variables.variable import UPDATE, VARIABLE_READ
 
 if TYPE_CHECKING:
     from asyncflow.devices.figures.host import Launch
+    from asyncflow.devices.memory import Requests
 
 ASSUMED_EXTENT = 256
 
 _PRODUCTS: Final = frozenset({MATMUL, TENSORDOT, VECDOT, EINSUM})
 _OF_CUPY: Final = frozenset({CONCAT, STACK, SUM_TO})
+_NO_LAUNCH: Final = frozenset({CONSTANT, IDENTITY, NO_OP, PARAMETER, VARIABLE_READ})
 
 
 def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float | None:
@@ -55,6 +62,44 @@ def launch_of(node: Node) -> Launch:
         return "product"
     # Reductions, scans and sorts go through CuPy's own functions, which look at much before they launch anything.
     return "library" if op.rows in ("axes", "axis", "matrices") or op in _OF_CUPY else "launch"
+
+
+@dataclass(slots=True)
+class KernelCounter:
+    """A count of the kernels that generated code launches: each straight line adds its number when it begins.
+
+    Attributes:
+        requests: of the device, whose attribute `kernels` is the count; None where kernels count by themselves.
+        on_host: tensors whose values are on the host.
+        written: number of launches in the code so far.
+    """
+
+    requests: Requests | None = None
+    on_host: AbstractSet[Tensor] = frozenset()
+    written: int = 0
+
+    def count(self, nodes: Iterable[Node]) -> int:
+        """Return how many kernels the nodes launch, without the bodies of branches and loops."""
+        return sum(kernel_count(node, self.on_host) for node in nodes)
+
+
+def kernel_count(node: Node, on_host: AbstractSet[Tensor]) -> int:
+    """Return how many kernels a card launches for a node: one, if it computes there; the functions of updates more.
+
+    Args:
+        node: any.
+        on_host: tensors whose values are on the host.
+    """
+    op = node.op
+    if op is UPDATE:
+        return sum(kernel_count(inner, on_host) for inner in node.attrs["function"].nodes)
+    if op.kernel is None or op in _NO_LAUNCH or op.traits.memory is Memory.METADATA or computes_on_host(node, on_host):
+        return 0
+    if op.flops is None or op.conduct.is_user:
+        return 1
+    # Ops without work give views, or move references: see `Op.flops`.
+    shapes = ([assumed(x.shape) for x in tensors] for tensors in (node.inputs, node.outputs))
+    return int(op.flops(*shapes, **node.attrs) > 0)
 
 
 def makes_what_it_is_told(node: Node) -> bool:

@@ -69,7 +69,7 @@ _INFIX: dict[Callable[..., object], str] = {
 }
 
 _RESERVED = (
-    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations"),
+    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "requests", "TooManyIterations"),
     *("PlaceInLine", "claimed", "OwnBuffer", "Holding", "holding", "tell", "tell_often", "pause", "passed", "UNBOUND"),
 )
 """Names of the source's own."""
@@ -112,7 +112,6 @@ class RegionGenerator(Source):
     reordered: frozenset[Tensor] = frozenset()
     needs_context: bool = False
     is_generator: bool = False
-    launches: int = 0
     phases: list[Phase] = field(default_factory=list)
     held: HeldBytes | None = None
 
@@ -231,10 +230,10 @@ class RegionGenerator(Source):
             escaping: values used afterwards.
             block: where it stands.
             carried: results of a loop's body that take turns with its variables.
-            end: the number of nodes needed in the last iteration of a loop, and a writer of the loop's end behind them.
-                The writer is given the variables that the other nodes would drop.
+            end: number of nodes for the last iteration of a loop, and a writer of its end, given the others' variables.
         """
         escaping = tuple(escaping)
+        self.count(nodes, block)
         block.nodes, block.escaping = nodes, escaping
         # On a card, where memory is short, buffers are kept for the iterations of a loop alone.
         if self.decide is None and (block.loops or not self.enqueues):
@@ -352,8 +351,8 @@ class RegionGenerator(Source):
         if self.decide is not None:
             return
         if self.enqueues:
-            self.launches += 1
-            if self.launches % _LAUNCHES == 0:
+            self.counter.written += 1
+            if self.counter.written % _LAUNCHES == 0:
                 self.checkpoint(block)
         elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.regions.code.buffers import Buffers
 from asyncflow.compiler.regions.code.region_code import SourcePlace
 from asyncflow.graph.builtin import CONSTANT
@@ -44,6 +45,7 @@ class Source:
 
     Args:
         bind: gives each node's kernel.
+        counter: of the kernels that the function launches.
 
     Attributes:
         names: the variables that hold values.
@@ -55,6 +57,7 @@ class Source:
     """
 
     bind: Callable[[Node], Kernel]
+    counter: KernelCounter = field(default_factory=KernelCounter)
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -103,6 +106,12 @@ class Source:
         self.lines.append("    " * block.depth + text)
         if node is not None:
             self.places[len(self.lines)] = self.place(node, block)
+
+    def count(self, nodes: Sequence[Node], block: KnownNames) -> None:
+        """Add a line that counts the kernels of a straight line of nodes."""
+        if self.counter.requests is not None and (launched := self.counter.count(nodes)):
+            self.bound["requests"] = self.counter.requests
+            self.line(block, f"requests.kernels += {launched}")
 
     def place(self, node: Node, block: KnownNames) -> SourcePlace:
         """Return the place in the program of a line for `node`."""

@@ -38,7 +38,7 @@ from asyncflow.devices.captures import (
     slice_budget,
 )
 from asyncflow.devices.cuda.graphs.variables import Buffers, RegionVariables, stored
-from asyncflow.devices.cuda.memory import PrivatePool, home_of
+from asyncflow.devices.cuda.memory import PrivatePool, active_requests, home_of
 from asyncflow.devices.cuda.transfers.buffers import LentMemory
 from asyncflow.devices.values import is_plain
 from asyncflow.errors import a_kind
@@ -108,6 +108,8 @@ def capture(raw: Raw, record: Callable[[], Result]) -> tuple[Raw, Result]:
     Raises:
         Exception: raised by `record` or by the end of the capture. The stream does not capture any more then.
     """
+    requests = active_requests()
+    launched = requests.kernels
     with capturing:
         raw.begin_capture()
         try:
@@ -115,6 +117,8 @@ def capture(raw: Raw, record: Callable[[], Result]) -> tuple[Raw, Result]:
         except BaseException:
             _abandon(raw)
             raise
+        finally:
+            requests.kernels = launched  # these are in the graph
         return raw.end_capture(), result
 
 
@@ -213,9 +217,11 @@ def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> Non
     """Copy between arrays of one layout, by the stream `raw`, which is the current one; or write a number."""
     if not isinstance(source, cupy.ndarray):
         target.fill(source)
+        active_requests().kernels += 1
     elif source.nbytes:
         runtime = cupy.cuda.runtime
         runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, raw.ptr)
+        active_requests().copies += 1
 
 
 def apart(cupy: Cupy, inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
@@ -395,6 +401,7 @@ class RegionGraph:
                 if buffer is not None:
                     copy_into(cupy, buffer, value, raw)
             self._graph.launch(stream=raw)
+        active_requests().graphs += 1
         if not lending.is_on:
             for result, output in zip(copies, lending.outputs, strict=True):
                 copy_into(cupy, result, output.array, raw)

@@ -22,6 +22,7 @@ import numpy as np
 from asyncflow.devices.captures import GraphCache, NotCapturableError
 from asyncflow.devices.cuda.graphs.conditional import ConditionalNodes, GatedPlace, Limits, Rehearsal
 from asyncflow.devices.cuda.graphs.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
+from asyncflow.devices.cuda.memory import active_requests
 from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class LoopGraph:
         self._fill(variables, captures)
         copy_into(cupy, self._state, self._starts[limits], raw)
         self._graph.launch(stream=raw)
+        active_requests().graphs += 1
         for result, buffer in zip(results, (*self._variables, self._state), strict=True):
             copy_into(cupy, result, buffer, raw)
         *values, state = results
@@ -197,6 +199,7 @@ class LoopGraph:
                 copy_into(cupy, buffer, value, self._raw)
             elif isinstance(buffer, cupy.ndarray):
                 buffer.fill(value)
+                active_requests().kernels += 1
 
 
 def _state_of(cupy: Cupy, limits: Limits) -> Raw:

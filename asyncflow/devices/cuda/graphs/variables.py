@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from asyncflow.devices.captures import NotCapturableError
+from asyncflow.devices.cuda.memory import active_requests
 from asyncflow.devices.memory import MemoryLimitExceeded
 
 if TYPE_CHECKING:
@@ -184,3 +185,4 @@ def store(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> None:
         source = cupy.ascontiguousarray(source)
     runtime = cupy.cuda.runtime
     runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, raw.ptr)
+    active_requests().copies += 1

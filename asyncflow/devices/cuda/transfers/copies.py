@@ -22,6 +22,7 @@ from asyncflow.devices.captures import NotCapturableError
 from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, Landing
+from asyncflow.devices.protocol import recording
 from asyncflow.devices.values import DType, as_scalar
 from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 from asyncflow.streams.futures import resolve
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import Deliver, Placed
+    from asyncflow.devices.protocol import Deliver, Placed, Spans
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Array
 
@@ -112,7 +113,7 @@ class CudaCopies:
         nbytes = value.nbytes
         buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
         if buffer is None and nbytes:
-            self._spawn(self._feed_in_pieces(value, name), deliver)
+            self._spawn(self._feed_in_pieces(value, name, self._device.recorded()), deliver)
         else:
             self._device.answer(deliver, self._brought, value, buffer, name)
 
@@ -136,10 +137,11 @@ class CudaCopies:
         self._copy(self._h2d, landing.array.data.ptr + offset, buffer.ptr, buffer.nbytes, kind, name)
         return self._h2d.conclude(buffer.free, landing)
 
-    async def _feed_in_pieces(self, value: Array, name: str) -> CudaArray:
+    async def _feed_in_pieces(self, value: Array, name: str, spans: Spans | None) -> CudaArray:
         device = self._device
         device.check()
-        array = self.new(value.shape, value.dtype, name)
+        with recording(device, spans):
+            array = self.new(value.shape, value.dtype, name)
         landing, landed = Landing(array, device.compute), None
         self._own(self._h2d)
         if not value.flags.c_contiguous:
@@ -152,7 +154,8 @@ class CudaCopies:
             try:
                 await device.in_host_thread(np.copyto, buffer.view(np.uint8, part.shape), part)
                 device.check()
-                landed = self._copy_in(landing, start, buffer, name)
+                with recording(device, spans):
+                    landed = self._copy_in(landing, start, buffer, name)
             except Exception:
                 buffer.free()  # at once: others wait for it, and the traceback would keep it
                 raise
@@ -176,7 +179,7 @@ class CudaCopies:
             return
         buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
         if buffer is None:
-            self._spawn(self._fetch_in_pieces(value), deliver)
+            self._spawn(self._fetch_in_pieces(value, self._device.recorded()), deliver)
             return
         try:
             array = self.contiguous(value)
@@ -214,10 +217,11 @@ class CudaCopies:
         kind = self._runtime.memcpyDeviceToHost
         self._copy(self._d2h, buffer.ptr, array.data.ptr + offset, buffer.nbytes, kind, value.name)
 
-    async def _fetch_in_pieces(self, value: CudaArray) -> Placed:
+    async def _fetch_in_pieces(self, value: CudaArray, spans: Spans | None) -> Placed:
         device = self._device
         device.check()
-        array = self.contiguous(value)
+        with recording(device, spans):
+            array = self.contiguous(value)
         result = np.empty(value.shape, value.dtype)
         flat = result.reshape(-1).view(np.uint8)
         coming: deque[tuple[Array, PinnedBuffer, asyncio.Future[None]]] = deque()
@@ -228,7 +232,8 @@ class CudaCopies:
                 while coming and (len(coming) == _AHEAD or self._slab.largest_hole < part.nbytes):
                     await self._land(*coming.popleft())
                 buffer = await self._room(part.nbytes)
-                coming.append((part, buffer, self._leave(value, array, start, buffer)))
+                with recording(device, spans):
+                    coming.append((part, buffer, self._leave(value, array, start, buffer)))
             while coming:
                 await self._land(*coming.popleft())
         finally:
@@ -312,6 +317,7 @@ class CudaCopies:
         with stream, device.timed(stream, name, nbytes):
             self._runtime.memcpyPeerAsync(target, device.physical, origin, card, nbytes, stream.raw.ptr)
         device.launched += _LAUNCHES
+        device.memory.requests.copies += 1
 
     # -- saved values --------------------------------------------------------------------------------------------
 
@@ -363,6 +369,7 @@ class CudaCopies:
         with stream:
             copied = array.copy(order="C")
         device.launched += 1
+        device.memory.requests.kernels += 1
         value.renew()
         device.hold(stream, array)
         return copied
@@ -375,6 +382,7 @@ class CudaCopies:
         with self._card, self._device.timed(stream, name, nbytes):  # quicker than to make the stream current, too
             self._runtime.memcpyAsync(target, origin, nbytes, kind, stream.raw.ptr)
         self._device.launched += _LAUNCHES
+        self._device.memory.requests.copies += 1
 
     @property
     def _piece(self) -> int:
