@@ -62,6 +62,17 @@ class NotCapturableError(Exception):
     """Code to be captured that a graph cannot hold."""
 
 
+class NotLaunchedError(Exception):
+    """A graph that could not be launched, and has changed nothing.
+
+    Attributes:
+        error: the device's.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class GraphVariable(Protocol):
     """A variable that a graph reads or writes; see `asyncflow.state.variables.captured`.
 
@@ -127,12 +138,14 @@ class GraphCode:
         is_generator: it gives a generator.
         variables: that the code reads or writes.
         numbers: positions of inputs that are numbers, other ones in each call: they are in memory of the card.
+        extent: its first and last node and their lines, for people.
     """
 
     function: Kernel
     is_generator: bool = False
     variables: Sequence[GraphVariable] = ()
     numbers: frozenset[int] = frozenset()
+    extent: str = ""
 
     def steps(self, inputs: Sequence[Value], values: Sequence[Value]) -> Steps[tuple[Sequence[Value], list[Value]]]:
         """Run the code, and return its outputs and the values that it leaves in variables; one such call at a time.
@@ -341,7 +354,10 @@ class GraphCache(Generic[Graph]):
         return None if graph is None else self.results(graph, launch)
 
     def results(self, graph: Graph, launch: Callable[[Graph], Result]) -> Result | None:
-        """The results of ``launch(graph)``; None if there is no room for them."""
+        """The results of ``launch(graph)``; None if there is no room for them, or if it cannot be launched any more.
+
+        The caller's kernels then say at which node the device fails, if they fail, too.
+        """
         self.used = next(_launches)
         self._launching = True
         try:
@@ -349,6 +365,9 @@ class GraphCache(Generic[Graph]):
         except MemoryLimitExceeded as error:
             del graph  # its memory goes before the caller's kernels allocate
             self._lacks_room(error)
+            return None
+        except NotLaunchedError as error:
+            self.refuse(error.error)
             return None
         finally:
             self._launching = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -294,6 +295,38 @@ def test_capturing_and_launching_never_block(fake: FakeCupy, card: Card) -> None
             region.captured(x, y)
         assert [name for name in fake.blocking() if name != "malloc"] == before
         fake.resume()
+
+
+@pytest.mark.parametrize("call", ["memcpyAsync", "graphLaunch"])
+def test_a_graph_that_cannot_be_launched_leaves_the_call_to_kernels(card: Card, call: str) -> None:
+    region = card.region(lambda xp, x: (x + 1,))
+    for _ in range(WARM_UPS + 2):
+        region(np.zeros(4))
+    with card.stream:
+        x = card.cupy.full(4, 6.0)
+        card.cupy.fail_next(1, call)
+        assert card_call(region, x)[0].get().tolist() == [7.0] * 4
+    assert region.calls == WARM_UPS + 2
+    assert str(region.captured.graphs) == "none is made: CUDARuntimeError: cudaErrorInvalidValue: invalid argument"
+    gc.collect()
+    assert card.pool.account.used == 512  # of `x`
+
+
+def test_an_error_behind_a_launch_is_raised(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables have changed then, so the kernels must not be launched in its place."""
+    region = card.region(lambda xp, x: (x + 1,))
+    for _ in range(WARM_UPS + 2):
+        region(np.zeros(4))
+
+    def launched(*_: Any, **__: Any) -> None:
+        card.cupy.fail_next(1, "memcpyAsync")
+
+    (found,) = region.captured.graphs._found.values()
+    assert isinstance(found, dict)
+    monkeypatch.setattr(found[()], "_graph", SimpleNamespace(launch=launched))
+    with card.stream, pytest.raises(RuntimeError, match="cudaErrorInvalidValue"):
+        card_call(region, card.cupy.zeros(4))
+    assert region.calls == WARM_UPS + 1
 
 
 # -- outputs that are lent ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -226,3 +227,28 @@ async def test_a_card_that_is_lost_during_a_capture_ends_the_run_at_its_node(at_
         with pytest.raises(af.DeviceLostError):
             await trial.session.run(trial.other, trial.feeds)
     assert "launched last was" in str(caught.value)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at the launch", "in a replay"])
+async def test_a_card_that_is_lost_with_a_graph_names_its_nodes_and_lines(is_late: bool) -> None:
+    async with warmed_up() as trial:
+        await trial.run()
+        assert trial.is_captured
+        if is_late:
+            (card,) = trial.session.devices
+            assert isinstance(card, CudaDevice)
+            trial.cupy.engine.launches.clear()
+            trial.cupy.pause()
+            run = asyncio.ensure_future(trial.run())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert "graph" in [name for _, name in trial.cupy.engine.launches]
+            trial.cupy.fail_stream(card.compute.raw, LOST)
+            trial.cupy.resume()
+        else:
+            trial.cupy.fail_next(LOST, "graphLaunch")
+            run = asyncio.ensure_future(trial.run())
+        with pytest.raises(af.DeviceLostError, match=r"cuda:0 is lost") as caught:
+            await run
+    place = rf"'[\w/]+' \({__file__}:\d+\)"
+    assert re.search(rf"latest CUDA graph was that of {place} to {place}, \d+ nodes; without", str(caught.value))

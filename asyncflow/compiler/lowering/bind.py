@@ -207,7 +207,7 @@ class Binding:
         numbers = frozenset(k for k, x in enumerate(region.inputs) if x in self.on_host and x not in on_host)
         # Launches of all regions take locks in one order, so that none waits for another for ever.
         variables = sorted(shown.values(), key=lambda variable: id(variable.lock))
-        return GraphCode(code.function, code.is_generator, variables, numbers)
+        return GraphCode(code.function, code.is_generator, variables, numbers, code.extent)
 
 
 def _bound_region(

@@ -85,6 +85,7 @@ class CudaPool:
     Attributes:
         account: what the device holds.
         graphs: caches of CUDA graphs, whose memory is the pool's.
+        graph_launched: first and last node of the CUDA graph launched last, for people.
         label: what the next allocations are called in ``account.top()``: the name of the node that runs.
         name: of the logical device, such as ``cuda:0``.
         physical: CUDA's number of the card.
@@ -97,6 +98,7 @@ class CudaPool:
         "_pointer",
         "_pool",
         "account",
+        "graph_launched",
         "graphs",
         "label",
         "name",
@@ -111,6 +113,7 @@ class CudaPool:
         """
         self.account = ChargedAccount(name, limit)
         self.graphs: WeakSet[GivesWay] = WeakSet()
+        self.graph_launched = ""
         self.label = ""
         self.name = name
         self.physical = physical

@@ -124,6 +124,8 @@ class Progress(LaunchingDevice["CudaStream"]):
 
     def _loss(self) -> DeviceLostError:
         last = f"launched last was {self._lost_at!r}, and " if self._lost_at else ""
+        graph = self.pool.graph_launched
+        last += f"the latest CUDA graph was that of {graph}; without cuda_graphs=True " if graph else ""
         loss = DeviceLostError(
             f"{self.name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
             f"this process; {last}CUDA_LAUNCH_BLOCKING=1 shows which it was. Start the process anew"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
+from asyncflow.errors import counted
 from asyncflow.graph.ir import Node
 from asyncflow.graph.structured import WhileNode
 from asyncflow.values import Conduct, Kernel, Value
@@ -90,6 +91,13 @@ class RegionCode:
         """Description of the region's content, in the user's names; a trace asks for it at every firing."""
         loops = [phase.label for phase in self.phases if phase.is_loop]
         return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
+
+    @property
+    def extent(self) -> str:
+        """The first and the last node of the code with their lines, for errors that no single node has raised."""
+        nodes = list({id(place.node): place.node for _, place in sorted(self.places.items())}.values())
+        ends = [f"{node.name!r} ({node.location})" for node in nodes[:: max(1, len(nodes) - 1)]]
+        return f"{' to '.join(ends)}, {counted(len(nodes), 'node')}"
 
     def place_of(self, error: BaseException) -> tuple[SourcePlace, tuple[int, ...], tuple[Value, ...]] | None:
         """Return the place where `error` was raised, the iteration numbers of the loops around it, and the node's

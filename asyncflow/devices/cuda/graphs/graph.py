@@ -32,6 +32,7 @@ from asyncflow.devices.captures import (
     GraphCache,
     GraphCode,
     NotCapturableError,
+    NotLaunchedError,
     Steps,
     host_key,
     run_to_end,
@@ -389,19 +390,24 @@ class RegionGraph:
 
         Raises:
             MemoryLimitExceeded: new arrays do not fit; nothing was launched.
+            NotLaunchedError: the card has refused it; nothing was launched.
         """
         cupy, raw, lending = self._cupy, self._raw, self._lending
         with capturing:  # readers on other threads find written values once the launch is behind it
             if not lending.may_launch():
                 return None
             copies = [] if lending.is_on else [empty_as(cupy, output.array) for output in lending.outputs]
-            if not variables.take(self._place):
-                return None
-            for buffer, value in zip(self._inputs, inputs, strict=True):
-                if buffer is not None:
-                    copy_into(cupy, buffer, value, raw)
-            self._graph.launch(stream=raw)
+            try:
+                if not variables.take(self._place):
+                    return None
+                for buffer, value in zip(self._inputs, inputs, strict=True):
+                    if buffer is not None:
+                        copy_into(cupy, buffer, value, raw)
+                self._graph.launch(stream=raw)
+            except RuntimeError as error:
+                raise NotLaunchedError(error) from error
         active_requests().graphs += 1
+        # From here on variables have changed: an error ends the run.
         if not lending.is_on:
             for result, output in zip(copies, lending.outputs, strict=True):
                 copy_into(cupy, result, output.array, raw)
@@ -500,6 +506,7 @@ class CapturedRegion:
                     return None
                 graph = graphs.find(key, place)
                 if graph is not None:
+                    self.pool.graph_launched = self.code.extent
                     outputs = graphs.results(graph, lambda graph: graph.launch(inputs, variables))
                     if graph.lending.is_lost:
                         self._has_lost = True

@@ -97,6 +97,8 @@ def as_kernel_error(
     wrapped = with_provenance(kind, reason, node, tag, device, described, **sizes)
     if found is not None:
         _place_in_region(wrapped, *found)
+    elif node.region is not None:
+        wrapped.add_note(f"as a whole: {node.region.extent}")
     if row:
         tag, name, op = "/".join(filter(None, (wrapped.tag, row))), wrapped.node, wrapped.op
         wrapped.move_to(node=name, op=op, tag=tag, inputs=wrapped.inputs, location=wrapped.location)
