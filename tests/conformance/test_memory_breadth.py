@@ -21,6 +21,7 @@ KINDS: tuple[Kind, ...] = ("cpu", "cpu without regions", "v100", "card")
 
 ELEMENTS = 16_384
 NBYTES = 4 * ELEMENTS
+LARGE = 100 * NBYTES
 FUNCTIONS = af.sin, af.abs, af.tanh, af.square
 
 
@@ -77,6 +78,15 @@ def test_wide_programs_stay_within_their_limit_or_end_with_an_error(kind: Kind, 
     *sums, enough = [total for total, _ in found]
     assert all("raise memory_limit=" in x if isinstance(x, str) else x == pytest.approx(enough, rel=1e-4) for x in sums)
     assert not isinstance(enough, str)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_most_that_a_run_has_held_is_a_limit_that_it_fits_into(kind: Kind, seed: int) -> None:
+    """Behaviour 109: however little a limit leaves for buffers that are written again."""
+    total, peak = run_on(kind, LARGE, seed)
+    again, peak_again = run_on(kind, peak, seed)
+    assert (again, peak_again) == (total, peak)
 
 
 async def test_results_count_before_the_event_loop_takes_them() -> None:

@@ -7,7 +7,7 @@ body it is passed into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -206,12 +206,14 @@ class Buffers:
         carried: results that become loop variables, whose old values are theirs to write to.
         on_card: the buffers are in the memory of a card.
         slots: the variable that holds the buffer of a value.
+        unslotted: values in memory of their own, for which no buffer may be kept.
     """
 
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
     on_card: bool = False
     slots: dict[Tensor, str] = field(default_factory=dict)
+    unslotted: set[Tensor] = field(default_factory=set)
     _free: dict[Spec, list[str]] = field(default_factory=dict)
 
     def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[Spec], str | None]) -> str | None:
@@ -225,15 +227,37 @@ class Buffers:
         slot = self._in_place(node, index, kernel) or (free.pop() if free else new_slot(output.spec))
         if slot is not None:
             self.slots[output] = slot
+        elif output not in self.carried:
+            self.unslotted.add(output)
         return slot
 
+    def replaced(self, node: Node, index: int, kernel: Kernel) -> Tensor | None:
+        """Return an input over which `node` may write its result, though no buffer may be kept.
+
+        The input is in memory of its own and ends here, so that this takes no memory. A new array would stand beside
+        the input, and a program would hold more within a limit than without one. The memory is not used again, so that
+        the result may be kept.
+        """
+        if not writes_to_buffer(node, kernel, on_card=self.on_card):
+            return None
+        found = self._ending(node, index, kernel, self.unslotted)
+        if found is not None:
+            self.unslotted.remove(found)
+            self.unslotted.add(node.outputs[0])
+        return found
+
     def _in_place(self, node: Node, index: int, kernel: Kernel) -> str | None:
+        found = self._ending(node, index, kernel, self.slots)
+        return None if found is None else self.slots.pop(found)
+
+    def _ending(self, node: Node, index: int, kernel: Kernel, among: Container[Tensor]) -> Tensor | None:
+        """Return an input whose buffer is dead after `node`, which can write its result there."""
         if not isinstance(kernel, np.ufunc) or kernel.signature is not None:
             return None  # such as matmul, which reads its inputs more than once
         for tensor in node.inputs:
             dies_here = self.uses.dies_at(tensor) == index and tensor not in self.carried
-            if dies_here and tensor in self.slots and tensor.spec == node.outputs[0].spec:
-                return self.slots.pop(tensor)
+            if dies_here and tensor in among and tensor.spec == node.outputs[0].spec:
+                return tensor
         return None
 
     def may_change(self, node: Node, index: int) -> bool:

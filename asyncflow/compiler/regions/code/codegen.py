@@ -302,22 +302,22 @@ class RegionGenerator(Source):
     def put_kernel(self, node: Node, index: int, block: KnownNames) -> None:
         """Add the lines of a node that has a kernel."""
         kernel, buffers, slot, own = self.kernel(node), block.buffers, None, self.owned.get(node)
-        n_slots = len(self.slots)
+        n_slots, replaced = len(self.slots), None
         if buffers is not None and kernel is not None:
             own = own if own is not None and buffers.may_change(node, index) else None
             slot = own
             if own is None and self.reordered.isdisjoint(node.outputs):
-                slot = buffers.slot_for(node, index, kernel, self.new_buffer)
+                replaced = buffers.replaced(node, index, kernel)
+                slot = None if replaced is not None else buffers.slot_for(node, index, kernel, self.new_buffer)
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
             # A thread that goes on waits by itself; where steps only launch, others may have had it go on too early.
             again = "while" if self.enqueues else "if"
-            self.line(
-                block, f"{again} not swapping.is_at_rest and swapping.must_wait({', '.join(map(self.value, waits))}):"
-            )
+            waited = ", ".join(map(self.value, waits))
+            self.line(block, f"{again} not swapping.is_at_rest and swapping.must_wait({waited}):")
             self.stop(block.deeper(), "yield False")
-        expression = self.call(node, block, slot)
+        expression = self.call(node, block, slot if replaced is None else self.names[replaced])
         if self.may_pause(node):
             expression = self.in_parts(node, expression, block)
         slot = None if own in self.lent else slot
@@ -329,7 +329,8 @@ class RegionGenerator(Source):
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
         # Saved values count since they were saved, or came back, and buffers since they were written first.
-        counts = node.op is READ_SAVED or (slot not in (None, own) and len(self.slots) == n_slots)
+        is_again = slot not in (None, own) and len(self.slots) == n_slots
+        counts = is_again or node.op is READ_SAVED or replaced is not None
         fresh: list[str] = []
         if self.track is not None and not counts:
             fresh = [y for x, y in zip(node.outputs, targets, strict=True) if not is_small_spec(x.spec)]
