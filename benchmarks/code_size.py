@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 12_070,
     "asyncflow/runtime/": 11_090,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_475,
+    "asyncflow/devices/": 8_490,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,

@@ -503,7 +503,7 @@ class ChargedAccount(MemoryAccount):
         return self._limit is not None and self.used + nbytes <= self._limit
 
     def refusal(
-        self, nbytes: int, label: str, limit: int, kind: type[MemoryLimitExceeded] = MemoryLimitExceeded
+        self, nbytes: int, label: str, limit: int, kind: Callable[..., MemoryLimitExceeded] = MemoryLimitExceeded
     ) -> MemoryLimitExceeded:
         """The error that says that ``nbytes`` more for ``label`` do not fit; its numbers are as if they were there."""
         buffers = [*self._buffers(), LiveBuffer(nbytes, label)]

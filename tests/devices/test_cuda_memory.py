@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 import time
 import weakref
@@ -204,11 +205,32 @@ def test_memory_in_pieces_is_an_error_that_says_so(fake: FakeCupy) -> None:
     assert error.top[0] == LiveBuffer(2 * UNIT, "large")
     assert isinstance(error.__cause__, fake.cuda.memory.OutOfMemoryError)
     assert str(error) == (
-        "cuda:0 has no 1.0 KiB in one piece; it would hold 2.0 KiB of 2.0 KiB, but the free memory is in smaller "
-        "pieces, or in use by other programs on the card; largest now: large 1.0 KiB, n3 512 B, n1 512 B; lower "
-        "memory_limit= to what the card has, or run fewer iterations or requests at once"
+        "cuda:0 has no 1.0 KiB in one piece; it would hold 2.0 KiB of 2.0 KiB, but the 1.0 KiB that are free are in "
+        "smaller pieces; largest now: large 1.0 KiB, n3 512 B, n1 512 B; raise memory_limit= by 1.0 KiB or more, or "
+        "run fewer iterations or requests at once"
     )
     assert device.account.used == device.lent == 2 * UNIT
+
+
+def test_a_limit_raised_by_what_the_error_says_has_a_piece(fake: FakeCupy) -> None:
+    device = Logical(fake, limit=6 * UNIT)
+    with device.compute:
+        device.pool.prime()
+    held = [device.take(UNIT, f"n{n}") for n in range(4)]
+    del held[2], held[0]
+    assert device.take(2 * UNIT, "large").mem.size == 2 * UNIT
+
+
+def test_pieces_on_a_full_card_need_room_on_the_card(fake: FakeCupy) -> None:
+    others, device = Logical(fake, "cuda:1"), Logical(fake, limit=4 * UNIT)
+    with device.compute:
+        device.pool.prime()
+    rest = others.take(fake.cuda.runtime.memGetInfo()[0])
+    held = [device.take(UNIT, f"n{n}") for n in range(4)]
+    del held[2], held[0]
+    with pytest.raises(DeviceMemoryExhausted, match=r"by 1\.0 KiB or more, once other programs leave .* \(0 B are\)"):
+        device.take(2 * UNIT, "large")
+    assert rest.mem.size
 
 
 def test_a_full_card_is_an_error_with_the_card_s_size_for_a_limit(fake: FakeCupy) -> None:
@@ -217,6 +239,21 @@ def test_a_full_card_is_an_error_with_the_card_s_size_for_a_limit(fake: FakeCupy
         device.take(5 * MIB, "matmul")
     assert caught.value.limit == fake.cuda.runtime.memGetInfo()[1]
     assert (caught.value.requested, device.account.used) == (5 * MIB, 0)
+    assert "but the card has 4.0 MiB; " in str(caught.value)
+    assert "pass memory_limit= at most 4_194_304 (4.0 MiB), for which the session plans" in str(caught.value)
+
+
+def test_the_limit_that_a_full_card_s_error_names_can_be_taken(fake: FakeCupy) -> None:
+    others, device = Logical(fake, "cuda:1"), Logical(fake, limit=3 * MIB)
+    used = others.take(2 * MIB)
+    with pytest.raises(DeviceMemoryExhausted) as caught, device.compute:
+        device.pool.prime()
+    assert "but other programs and devices use 2.0 MiB of the card's 4.0 MiB; " in str(caught.value)
+    named = re.search(r"lower memory_limit= to at most ([\d_]+) ", str(caught.value))
+    assert named is not None
+    fitting = Logical(fake, limit=int(named[1]))
+    with fitting.compute:
+        assert fitting.pool.prime() == int(named[1]) == 4 * MIB - used.mem.size
 
 
 def test_another_failure_of_cuda_leaves_nothing_counted(fake: FakeCupy) -> None:

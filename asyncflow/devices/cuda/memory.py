@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded, Requests, format_bytes
@@ -38,14 +38,23 @@ class DeviceMemoryExhausted(MemoryLimitExceeded):
     """A CUDA device has no piece of the requested size, although its limit would allow it.
 
     The free memory is in smaller pieces, or the card has less than the limit: other programs and other devices use it.
+
+    Attributes:
+        why: the cause, in words.
+        remedy: advice for it. A higher limit has a larger piece. A lower one is what a full card has, and gradients
+            are planned for it.
     """
+
+    def __init__(self, *, why: str, remedy: str, **figures: Any) -> None:
+        self.why = why
+        self.remedy = remedy
+        super().__init__(**figures)
 
     def _message(self, largest: str) -> str:
         return (
             f"{self.device} has no {format_bytes(self.requested)} in one piece; it would hold "
-            f"{format_bytes(self.used)} of {format_bytes(self.limit)}, but the free memory is in smaller pieces, or in "
-            f"use by other programs on the card; largest now: {largest}; lower memory_limit= to what the card has, or "
-            "run fewer iterations or requests at once"
+            f"{format_bytes(self.used)} of {format_bytes(self.limit)}, but {self.why}; largest now: {largest}; "
+            f"{self.remedy}, or run fewer iterations or requests at once"
         )
 
 
@@ -192,10 +201,22 @@ class CudaPool:
             self._pool.free_all_blocks()
 
     def _exhausted(self, nbytes: int, label: str) -> MemoryLimitExceeded:
+        reserved: int = self._pool.total_bytes()
+        on_card, total = self._cupy.cuda.runtime.memGetInfo()
         limit = self.limit
-        if limit is None:
-            _, limit = self._cupy.cuda.runtime.memGetInfo()
-        return self.account.refusal(nbytes, label, limit, DeviceMemoryExhausted)
+        if limit is not None and nbytes > limit - reserved:  # the pool may not take another piece from the card
+            why = f"the {format_bytes(self._pool.free_bytes())} that are free are in smaller pieces"
+            remedy = f"raise memory_limit= by {format_bytes(nbytes)} or more"
+            if on_card < nbytes:
+                remedy += f", once other programs leave that free on the card ({format_bytes(on_card)} are)"
+        else:
+            most, others = reserved + on_card, total - reserved - on_card
+            used = f"other programs and devices use {format_bytes(others)} of the card's"
+            why = f"{used if others else 'the card has'} {format_bytes(total)}"
+            remedy = "lower memory_limit= to" if limit is not None else "pass memory_limit="
+            remedy += f" at most {most:_} ({format_bytes(most)}), for which the session plans gradients"
+        kind = partial(DeviceMemoryExhausted, why=why, remedy=remedy)
+        return self.account.refusal(nbytes, label, total if limit is None else limit, kind)
 
 
 class PrivatePool:
