@@ -202,7 +202,7 @@ def counted(count: int, what: str) -> str:
 
 def a_kind(kind: type) -> str:
     """Return the name of a type with its article: ``an int``, ``a tuple``, ``an ndarray``."""
-    name = kind.__name__
+    name = kind.__name__ or "object of a class without a name"  # `type("", (), {})` makes one
     return f"an {name}" if name[0].lower() in "aeio" or name.startswith("nd") else f"a {name}"
 
 

@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 12_070,
-    "asyncflow/runtime/": 11_090,
+    "asyncflow/runtime/": 11_095,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_490,
     "asyncflow/graph/": 3_020,

@@ -88,6 +88,7 @@ def test_what_starts_a_thread_is_no_line_of_the_users() -> None:
         (type("uint8", (), {}), "a uint8"),
         (type("Edge", (), {}), "an Edge"),
         (type("NoneType", (), {}), "a NoneType"),
+        (type("", (), {}), "an object of a class without a name"),
     ],
 )
 def test_kinds_are_named_with_their_articles(kind: type, said: str) -> None:

@@ -73,6 +73,8 @@ def readyz(life: Lifespan, *, max_queued: int | None = None) -> HealthEndpoint:
         if life.phase != "ready":
             return [f"the session is {life.phase}"]
         queued = life.session.statistics().queued
-        return [] if max_queued is None or queued <= max_queued else [f"{queued} runs wait for their turn"]
+        if max_queued is None or queued <= max_queued:
+            return []
+        return ["1 run waits for its turn" if queued == 1 else f"{queued} runs wait for their turn"]
 
     return HealthEndpoint(reasons)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -21,6 +23,7 @@ from asyncflow import serving
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cpu import lanes
 from asyncflow.graph.text.text import print_graph
+from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.shared.batcher import BatchCall, Batcher
 from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.bodies import Bodies
@@ -413,6 +416,38 @@ async def test_a_member_that_never_ends_leaves_the_others_to_end(under_way: asyn
         (counts,) = session.statistics().batches.values()
         assert (len(watched), sum(each.error is not None for each in watched)) == (counts.calls, counts.failed)
         assert counts.failed >= 1, "the call that is computed again in halves"
+
+
+async def test_a_call_that_all_members_have_left_has_not_failed(
+    under_way: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault F20: a call that is being stopped, and is overdue meanwhile, counts as no failure."""
+    has_left = lambda call: all(member.is_gone for member in call.members)  # noqa: E731
+    monkeypatch.setattr(BatchCall, "overdue_ns", lambda call: call.started_ns if has_left(call) else inf)
+    left, stop = Batches.left, Run.stop
+    stops: list[Callable[[], None]] = []
+
+    def noted(self: Batches, place: Any) -> None:
+        with monkeypatch.context() as held:  # a pass comes before the stopped call ends, as if it was on a thread
+            held.setattr(Run, "stop", lambda run, status: stops.append(partial(stop, run, status)))
+            left(self, place)
+            self.flush(is_idle=False)
+        while stops:
+            stops.pop()()
+
+    monkeypatch.setattr(Batches, "left", noted)
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        y = af.batched(doubled_until)(x)
+    async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        runs = [asyncio.ensure_future(session.run(y, {x: limit})) for limit in (5.0, 6.0)]
+        await under_way.wait()
+        for run in runs:
+            run.cancel()
+        await asyncio.wait(runs)
+        assert await session.run(y, {x: -1.0}) == 0.0
+        (counts,) = session.statistics().batches.values()
+        assert counts.failed == 0
 
 
 @pytest.mark.slow

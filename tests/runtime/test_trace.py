@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import asyncflow as af
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.runtime.watch.trace import Firing, MemorySample
 from asyncflow.testing import virtual_clock
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +129,29 @@ def test_records_that_come_while_others_are_made_are_counted() -> None:
     assert (added > 1, trace.count) == (True, added)
     trace._add_later(1, lambda: ([firing], []))
     assert len(trace.firings) == trace.count == added + 1
+
+
+def test_a_finalizer_that_reads_the_trace_whose_records_are_made_does_not_wait() -> None:
+    """The finalizer sees the records made so far, and another trace as a whole."""
+    trace, other = af.Trace(), af.Trace()
+    firing = Firing(0, "a", "a", "", "sim:0", "compute", 0, 1, 2, "", "ok", "")
+    seen: list[int] = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            seen.extend([len(trace.firings), len(other.firings)])
+
+    def records() -> tuple[list[Firing], list[MemorySample]]:
+        Finalized()
+        return [firing], []
+
+    for each in (trace, trace, other):
+        each._add_later(1, records if each is trace else lambda: ([firing], []))
+    reader = Thread(target=lambda: trace.firings, daemon=True)
+    reader.start()
+    reader.join(PATIENCE_S)
+    assert seen == [0, 1, 1, 1]
+    assert len(trace.firings) == trace.count == 2
 
 
 async def test_trace_made_outside_is_independent(session: af.Session, value: af.Tensor) -> None:

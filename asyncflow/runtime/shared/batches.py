@@ -387,7 +387,8 @@ class Batches(TellingState):
     def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
         """Compute the staying members of a call that takes too long again in halves, where that does no harm."""
         shared = call.members[0].shared
-        if len(call.members) == 1 or not shared.is_repeatable:
+        # If all have left, the call is being stopped: it has not failed, and only frees its lane.
+        if len(call.members) == 1 or not shared.is_repeatable or all(member.is_gone for member in call.members):
             self._batcher.set_apart(call)
         else:
             call.members[0].known.count(len(call.members), failed=1)

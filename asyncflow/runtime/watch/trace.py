@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from operator import add
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from asyncflow.entered import Entered
@@ -163,8 +163,12 @@ class DeviceRequests(NamedTuple):
 
 _Records: TypeAlias = "tuple[list[Firing], list[MemorySample]]"
 
-_making = Lock()
-"""A lock held while records are made: two readers must not make the same records. It serves all traces."""
+_making = RLock()
+"""A lock held while records are made: two readers must not make the same records. It serves all traces.
+
+A finalizer or signal handler may read a trace on the thread that makes records. A plain lock would stop that thread for
+ever.
+"""
 
 
 class Trace:
@@ -199,6 +203,7 @@ class Trace:
         "_added",
         "_firings",
         "_inner",
+        "_is_making",
         "_made",
         "_memory",
         "_unmade",
@@ -243,6 +248,7 @@ class Trace:
         self._unmade: deque[Callable[[], _Records]] = deque()
         # Two numbers: a thread that adds records and one that reads them would lose changes of the same number.
         self._added = self._made = 0
+        self._is_making = False
         self._inner: list[Trace] = []  # made inside the block, and not yet added
         if self.detail not in (None, "node", "region"):
             raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
@@ -296,13 +302,19 @@ class Trace:
         if not self._unmade:  # without the lock, as nearly every reader leaves here
             return
         with _making:
-            # What fails to be made stays the first, so that the next reader gets the error again, and no gap.
-            while self._unmade:
-                firings, samples = self._unmade[0]()
-                self._firings += firings
-                self._memory += samples
-                self._made += len(firings)
-                self._unmade.popleft()
+            if self._is_making:  # amid the loop below, on this thread: what is made so far is what there is to read
+                return
+            self._is_making = True
+            try:
+                # What fails to be made stays the first, so that the next reader gets the error again, and no gap.
+                while self._unmade:
+                    firings, samples = self._unmade[0]()
+                    self._firings += firings
+                    self._memory += samples
+                    self._made += len(firings)
+                    self._unmade.popleft()
+            finally:
+                self._is_making = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
