@@ -6,7 +6,7 @@ Dtypes follow NumPy's ufuncs (integers passed to `sqrt` and its like give floats
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from asyncflow.graph.values.shapes import broadcast
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros_like
 from asyncflow.ops.arrays.datatypes import astype
+from asyncflow.ops.cost import free
 from asyncflow.ops.cuda import source as cuda
 from asyncflow.ops.promotion import (
     UnaryFunction,
@@ -163,8 +164,12 @@ def _part_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), x.shape)
 
 
-REAL = define("real", _part_spec, lambda xp: xp.real, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=VIEW)
-IMAG = define("imag", _part_spec, lambda xp: xp.imag, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=VIEW)
+def _part(name: str, kernel: Callable[[Namespace], Kernel]) -> Op:
+    return define(name, _part_spec, kernel, is_total=True, flops=free, rows="elementwise", cuda=_COMPLEX, traits=VIEW)
+
+
+REAL = _part("real", lambda xp: xp.real)
+IMAG = _part("imag", lambda xp: xp.imag)
 
 
 def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> Spec:
