@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from random import Random
 from threading import Event, Lock
 from time import sleep
@@ -49,7 +50,7 @@ async def run_within(limit: int, seed: int, device: str, **options: Any) -> tupl
         try:
             found = await session.run(total, fed, timeout=PATIENCE_S)
         except af.OutOfMemoryError as error:
-            found = str(error)
+            found = "\n".join((str(error), *getattr(error, "__notes__", ())))
         return found, session.devices[0].memory.peak
 
 
@@ -87,6 +88,32 @@ def test_the_most_that_a_run_has_held_is_a_limit_that_it_fits_into(kind: Kind, s
     total, peak = run_on(kind, LARGE, seed)
     again, peak_again = run_on(kind, peak, seed)
     assert (again, peak_again) == (total, peak)
+
+
+def test_parts_of_complex_numbers_take_nothing_on_a_simulated_card() -> None:
+    """They are views: a card is not asked for room for them."""
+
+    async def fits() -> Any:
+        with af.Graph() as graph:
+            z = af.placeholder("complex64", (ELEMENTS,))
+            both = af.sum(af.imag(z)) + af.sum(af.real(z))
+        async with af.Session(graph, devices=["sim:0"], memory_limit=8 * ELEMENTS + 64) as session:
+            return await session.run(both, {z: np.full(ELEMENTS, 1 + 2j, np.complex64)})
+
+    with virtual_clock("v100") as clock:
+        assert clock.run(fits()) == 3 * ELEMENTS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_an_error_names_a_limit_that_is_enough(kind: Kind, seed: int) -> None:
+    """F30: for programs without loops, in whatever order their nodes are fired."""
+    total, peak = run_on(kind, LARGE, seed)
+    message, _ = run_on(kind, peak // 2, seed)
+    named = re.search(r"memory_limit=([\d_]+) is predicted to be enough", message)
+    assert named is not None
+    assert int(named[1]) < 4 * peak
+    assert run_on(kind, int(named[1]), seed)[0] == total
 
 
 async def test_results_count_before_the_event_loop_takes_them() -> None:

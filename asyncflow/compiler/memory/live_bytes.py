@@ -7,7 +7,7 @@ arrays and stores that they were put into. What a loop saves counts elsewhere (`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from asyncflow.autodiff.stores.saved_values import SAVE
 from asyncflow.compiler.memory.largest import largest_spec
@@ -15,8 +15,7 @@ from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.control.stores.tensor_array import STACK, array_node
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.graph import Subgraph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import Shape
@@ -26,12 +25,13 @@ from asyncflow.graph.values.spec import Spec
 def standing_bytes(loops: Iterable[WhileNode]) -> int:
     """Return the bytes held besides saved values: the loops' inputs, and the peak of one of their bodies."""
     loops = list(loops)
-    sizes = _Sizes(loops)
+    sizes = Sizes(loops)
     outside = {x for loop in loops for x in loop.inputs if x.dtype != VARIANT and not x.node.op.traits.is_cheap}
-    return round(sum(map(sizes.of, outside)) + max((_most_live(loop.body, sizes) for loop in loops), default=0.0))
+    inside = (most_live(loop.body.nodes, loop.body.results, sizes) for loop in loops)
+    return round(sum(map(sizes.of, outside)) + max(inside, default=0.0))
 
 
-class _Sizes:
+class Sizes:
     """Bytes of values. Stacked TensorArrays tell the lengths that shapes such as ``[None, 3]`` have in some loops."""
 
     def __init__(self, loops: Iterable[WhileNode]) -> None:
@@ -52,21 +52,24 @@ class _Sizes:
         return spec_nbytes(largest_spec(value) if known is None else Spec(value.dtype, known.shape))
 
 
-def _most_live(body: Subgraph, sizes: _Sizes) -> float:
-    """Most bytes of values of an iteration that are there at a time, one node after the other.
+def most_live(
+    nodes: Sequence[Node], results: Iterable[Tensor], sizes: Sizes, elsewhere: Container[Tensor] = ()
+) -> float:
+    """Return the most bytes of values of a straight line that are there at a time, one node after the other.
 
-    While a branch or loop in it runs, what that takes at most is there besides.
+    While a branch or loop in it runs, what that takes at most is there besides. Values `elsewhere` do not count.
     """
-    kept = _kept(body, sizes.arrays)
-    last = {memory: at for at, node in enumerate(body.nodes) for x in node.inputs for memory in kept.get(x, ())}
-    last.update((memory, len(body.nodes)) for x in body.results for memory in kept.get(x, ()))
+    kept = _kept(nodes, sizes.arrays)
+    last = {memory: at for at, node in enumerate(nodes) for x in node.inputs for memory in kept.get(x, ())}
+    last.update((memory, len(nodes)) for x in results for memory in kept.get(x, ()))
     gone: dict[int, float] = defaultdict(float)
     live = most = 0.0
-    for at, node in enumerate(body.nodes):
+    for at, node in enumerate(nodes):
         if node.subgraphs:
-            most = max(most, live + max(_most_live(inner, sizes) for inner in node.subgraphs))
+            inside = (most_live(body.nodes, body.results, sizes, elsewhere) for body in node.subgraphs)
+            most = max(most, live + max(inside))
         for x in node.outputs:
-            if x in kept.get(x, ()):
+            if x in kept.get(x, ()) and x not in elsewhere:
                 live += sizes.of(x)
                 gone[last.get(x, at)] += sizes.of(x)
         most = max(most, live)
@@ -74,10 +77,10 @@ def _most_live(body: Subgraph, sizes: _Sizes) -> float:
     return most
 
 
-def _kept(body: Subgraph, arrays: Container[Tensor]) -> dict[Tensor, Collection[Tensor]]:
-    """Return the values made in a body whose memory each of its values keeps, by value."""
+def _kept(nodes: Iterable[Node], arrays: Container[Tensor]) -> dict[Tensor, Collection[Tensor]]:
+    """Return the values made by nodes whose memory each of their values keeps, by value."""
     kept: dict[Tensor, Collection[Tensor]] = {}
-    for node in body.nodes:
+    for node in nodes:
         for x in node.outputs:
             if x in arrays or _is_memory(x, arrays):
                 kept[x] = {x}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.compiler.memory_advice import memory_advice
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import TRACKED_BYTES
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
@@ -150,8 +151,10 @@ class InFlight:
             return made
         try:
             found = run_single_call(call, device, self.quiet, values, limit_ns)
-        except OutOfMemoryError:
+        except OutOfMemoryError as error:
             if not (self._has_limit and plan.survey.is_repeatable):
+                for advice in memory_advice(error, plan.memory, plan.partitions, self._devices):
+                    error.add_note(advice)
                 raise
             return None  # others may end
         if found is not None:

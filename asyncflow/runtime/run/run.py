@@ -8,6 +8,7 @@ from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.memory_advice import memory_advice
 from asyncflow.errors import DeadlineExceeded, InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.ops.user.recorded_calls import call_log
@@ -266,7 +267,7 @@ class Run:
                 self.executors[0].failures.append((self.turn.count(), -1, error))
         failure = self._first_failure() if self.is_stopped else None
         if isinstance(failure, OutOfMemoryError):
-            for advice in filter(None, (loop.advice() for loop in self._memory)):
+            for advice in memory_advice(failure, self._memory, self._partitions, self.devices):
                 failure.add_note(advice)
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:
