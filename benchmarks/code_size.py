@@ -28,9 +28,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 12_070,
-    "asyncflow/runtime/": 11_098,
+    "asyncflow/runtime/": 11_183,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_490,
+    "asyncflow/devices/": 8_517,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
@@ -50,11 +50,11 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 65_030
+TOTAL: Final = 65_138
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 855,
-    "steps that a card captures": 48,
+    "steps that a card captures": 0,
     "native code": 2_500,
     "the profiler": 2_200,
     "several hosts": 900,

@@ -269,6 +269,20 @@ class GraphCache(Generic[Graph]):
                 keep(graph)
         return graph
 
+    def may_begin(self, key: Hashable) -> bool:
+        """Return True if a graph for `key` may be captured now, without calls before it."""
+        is_open = key is not None and not (self._refusal or self._capturing or self._has_given_way)
+        return is_open and not self.has_graph(key) and (key in self._found or len(self._found) < MOST_KEYS)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """A block that runs the code of graphs without a capture; nothing is captured meanwhile."""
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
     def has_graph(self, key: Hashable) -> bool:
         """Return True if there is a graph for `key`, whatever its place."""
         return not isinstance(self._found.get(key, 0), int)

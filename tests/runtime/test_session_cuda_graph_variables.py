@@ -355,6 +355,8 @@ async def lived(session: af.Session, program: Steps, dice: Random, folder: Path)
         feeds = {program.x: fed(dice.randrange(9))[0], program.k: np.int64(dice.randrange(2))}
         seen.append(await session.run(program.fetches, feeds))
 
+    if dice.random() < 0.5:
+        await session.warm_up(program.fetches, {program.x: fed(0)[0], program.k: np.int64(dice.randrange(2))})
     for _ in range(9):
         await step()
         action = dice.randrange(8)

@@ -143,15 +143,17 @@ class CudaRegionLauncher:
     Inside, values are CuPy's arrays and host values; nothing in a region waits, and all of it is on one stream.
 
     Attributes:
+        ahead: captures a graph for arguments before there are calls: gives a generator to drive; None as `graphs`.
         graphs: the CUDA graphs that it has become; None where it becomes none.
     """
 
-    __slots__ = ("_device", "_function", "_info", "_region", "_values", "graphs")
+    __slots__ = ("_device", "_function", "_info", "_region", "_values", "ahead", "graphs")
 
     def __init__(self, device: CudaDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         stream = device.compute_streams[info.stream]
         self.graphs: GraphCache[RegionGraph] | None = None
+        self.ahead: Kernel | None = None
         self._region: CapturedRegion | None = None
         if (code := info.code.graph) is not None:
             device.make_capturable()
@@ -160,7 +162,7 @@ class CudaRegionLauncher:
             self._region = region = CapturedRegion(
                 device.cupy, stream, device.pool, function, info.name, code, buffers, has_context, launches
             )
-            self.graphs = region.graphs
+            self.graphs, self.ahead = region.graphs, self._stepped(region.ahead)
             function = region.steps if is_generator else region
         self._function = self._stepped(function) if is_generator else self._called(function)
         self._info = info

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.compiler.program.request import Fetch, PlanRequest
+from asyncflow.devices.captures import MOST_KEYS
 from asyncflow.errors import FeedError
 from asyncflow.graph.building.feeds import Feeds, as_feeds, feed_targets
 from asyncflow.graph.builtin import PLACEHOLDER
@@ -206,11 +207,15 @@ class Prepared(NotPickled):
     It stays valid when the graph grows; the next call then compiles anew.
     """
 
-    __slots__ = ("_call", "_graph", "_run")
+    __slots__ = ("_call", "_capture", "_graph", "_known", "_run")
     _instead = "it belongs to a session of this process; prepare it in the other one"
 
-    def __init__(self, run: Callable[..., Awaitable[Nest]], call: Call) -> None:
+    def __init__(
+        self, run: Callable[..., Awaitable[Nest]], call: Call, capture: Callable[..., Awaitable[None]] | None = None
+    ) -> None:
         self._run = run  # `Session.run_call`
+        self._capture = capture  # `Runs.capture`, for a call that captures ahead
+        self._known: set[tuple[object, ...]] = set()
         self._call = call
         self._graph = call.request.graph  # a request does not keep it
 
@@ -228,4 +233,9 @@ class Prepared(NotPickled):
         priority: int = 0,
     ) -> Nest:
         """Run with these values, in the order of the prepared feeds; otherwise as `Session.run`."""
+        if self._capture is not None and len(self._known) < MOST_KEYS:
+            kinds = tuple([(type(x), getattr(x, "dtype", None), getattr(x, "shape", x)) for x in values])
+            if kinds not in self._known:
+                self._known.add(kinds)
+                await self._capture(self._call, values)
         return await self._run(self._call, values, timeout, trace, allow_dead, atomic, priority)

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from asyncflow.compiler.program.request import tell_watchers
+from asyncflow.devices.captures import WARM_UPS
 from asyncflow.errors import AsyncflowError, SessionClosedError
 from asyncflow.lift.calls.batched import SharedCode
 from asyncflow.runtime.calls.options import as_priority, as_timeout, check_trace
 from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
 from asyncflow.runtime.executor.turn import Turn
 from asyncflow.runtime.gates.admission import Admission, ExpectedRun
+from asyncflow.runtime.gates.captured_ahead import capture_ahead
 from asyncflow.runtime.gates.in_flight import InFlight, Passed
 from asyncflow.runtime.gates.memory_turns import MemoryTurns
 from asyncflow.runtime.gates.versions import CompileFor, Versions
@@ -282,21 +284,33 @@ class Runs:
         """Warm up a call (`Session.warm_up`)."""
         in_flight = self.in_flight
         plan = await self._plans.get(call.request, self._compile)
-        nodes = [node.source for partition in plan.partitions for node in partition.nodes]
-        for shared in [node.attrs["shared"] for node in nodes if isinstance(node.attrs.get("shared"), SharedCode)]:
-            for program in shared.programs():
-                await self._bodies.plan_of(program)
+        nodes = [node for partition in plan.partitions for node in partition.nodes]
+        attrs = [node.source.attrs.get("shared") for node in nodes]
+        for program in [program for x in attrs if isinstance(x, SharedCode) for program in x.programs()]:
+            shared = await self._bodies.plan_of(program)
+            nodes += [node for partition in shared.partitions for node in partition.nodes]
         if not plan.survey.is_repeatable:
+            await self.capture(call, values)
             return 0
-        number = in_flight.begun + in_flight.numbered_from
-        for size in sizes:
+        # Graphs are captured where values of one kind come again: `sizes` make batches of several kinds.
+        times = WARM_UPS + 1 if any(getattr(node.kernel, "graphs", None) is not None for node in nodes) else 1
+        made, number = times * sum(sizes), in_flight.begun + in_flight.numbered_from
+        for size in [size for size in sizes for _ in range(times)]:
             runs = (self.call(call, values, None, None, True, False) for _ in range(size))
             for result in await asyncio.gather(*runs, return_exceptions=True):
                 if isinstance(result, BaseException):
                     raise result
-        if in_flight.begun + in_flight.numbered_from == number + sum(sizes):  # or others have had numbers, too
-            in_flight.numbered_from -= sum(sizes)
-        return sum(sizes)
+        if in_flight.begun + in_flight.numbered_from == number + made:  # or others have had numbers, too
+            in_flight.numbered_from -= made
+        return made
+
+    async def capture(self, call: Call, values: Sequence[Value]) -> None:
+        """Capture CUDA graphs for such values before there are runs (`capture_ahead`)."""
+        checked, waits = call.check(values)
+        checked = await self.copies.of_feeds(as_of_now(checked)) if waits else checked
+        plan = await self._plans.get(call.request, self._compile)
+        checked = await at_hand(checked, call.request.feeds, plan, self._devices)
+        await capture_ahead(plan, checked, self._devices, self.in_flight)
 
     def expect(self, timeout: float | None, priority: int) -> ExpectedRun:
         """Expect a run (`Session.expect_run`)."""

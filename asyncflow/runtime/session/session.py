@@ -461,17 +461,28 @@ class Session(CheckpointedSession, NotPickled):
         fetched: list[Value] = await self.run(fetches, feeds, trace=trace, allow_dead=True)
         return fetched
 
-    def prepare(self, fetches: Nest, feeds: Sequence[Value] = ()) -> Prepared:
+    def prepare(self, fetches: Nest, feeds: Sequence[Value] = (), *, capture: bool = False) -> Prepared:
         """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.
 
         Args:
             fetches: as in `run`.
             feeds: the tensors, or their names, that each call gives values for, in that order.
+            capture: capture CUDA graphs at the first call with values of a kind, rather than at the third, of regions
+                that take fed values alone. The session needs ``cuda_graphs=True``. `warm_up` does so before any call.
 
         Raises:
             FeedError, FetchError: as in `run`.
+            ValueError: the session makes no CUDA graphs.
         """
-        return Prepared(self.run_call, self._calls.new(fetches, feeds))
+        if capture and not self._options.cuda_graphs:
+            raise ValueError(
+                "prepare: capture=True captures CUDA graphs, and this session makes none; open it with cuda_graphs=True"
+            )
+        return Prepared(self.run_call, self._calls.new(fetches, feeds), self._captured if capture else None)
+
+    async def _captured(self, call: Call, values: Sequence[Value]) -> None:
+        self._bind()
+        await self._runs.capture(call, values)
 
     def run_call(
         self,
@@ -583,7 +594,8 @@ class Session(CheckpointedSession, NotPickled):
         Compiles the plan, and the plans of batched functions and pooled loops in it. If a run only computes, it is then
         run and its results are dropped, which also measures its kernels. State stays as it is: a plan that writes, or
         calls functions of yours that are not said to be pure, is compiled only. Random numbers go on as if nothing had
-        been run, unless others run meanwhile.
+        been run, unless others run meanwhile. With `cuda_graphs` there are three runs for each one of `sizes`, which
+        captures CUDA graphs; of a plan that writes, regions that take fed values alone are captured without a run.
 
         Args:
             fetches: as in `run`.

@@ -41,6 +41,7 @@ from asyncflow.devices.captures import (
 from asyncflow.devices.cuda.graphs.variables import Buffers, RegionVariables, stored
 from asyncflow.devices.cuda.memory import PrivatePool, active_requests, home_of
 from asyncflow.devices.cuda.transfers.buffers import LentMemory
+from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.values import is_plain
 from asyncflow.errors import a_kind
 from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
@@ -473,6 +474,26 @@ class CapturedRegion:
             with self._counted(inputs):
                 outputs = yield from self.function(*inputs)
         return outputs
+
+    def ahead(self, *inputs: Value) -> Steps[tuple[Placed, ...]]:
+        """Capture a graph for such inputs before the first call, in steps; variables stay as they are.
+
+        The code of the graph is run once before, which compiles its kernels. It writes to no variable.
+        """
+        inputs = inputs[1:] if self.takes_context else inputs
+        key, variables = self._key(inputs), self._variables
+        if self.graphs.may_begin(key):
+            try:
+                with self.graphs.rehearsing():
+                    yield from self.code.steps(inputs, [variable.given() for variable in self.code.variables])
+            except MemoryLimitExceeded as error:
+                error.__traceback__ = None  # a run may have values move to the host, which a graph does not
+                return ()
+            place = variables.choose() if self.graphs.may_begin(key) and self._key(inputs) == key else None
+            if place is not None:
+                with self.graphs.capturing(key, place) as keep:
+                    keep((yield from self._captured(inputs, place)))
+        return ()
 
     @contextmanager
     def _counted(self, inputs: Sequence[Value]) -> Iterator[None]:
