@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from zlib import crc32
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -186,6 +187,13 @@ def work() -> WorkClock:
     """The clock of a test that asserts where work runs or what shares a call; it moves when the test says so."""
     assert CLOCKS.current is not None, "a test that is marked `real_time` has no clock of its own"
     return CLOCKS.current
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """NumPy gives no warnings, in modules that compute with infinities and NaN on purpose."""
+    with np.errstate(all="ignore"):
+        yield
 
 
 @pytest.fixture

@@ -14,25 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from asyncflow.compiler.program.kernels.kernel_text import KernelSource
+from asyncflow.ops.cuda.source import stored_type
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STORAGE = {
-    "bool": "bool",
-    "int8": "signed char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "long long",
-    "uint8": "unsigned char",
-    "uint16": "unsigned short",
-    "uint32": "unsigned int",
-    "uint64": "unsigned long long",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float32": "float",
-    "float64": "double",
-}
 _FLAGS = [
     "-std=c++17",
     "-O1",
@@ -100,9 +86,9 @@ def loops(sources: Sequence[KernelSource], *, head: str, qualifier: str, start: 
     written = [head]
     for number, source in enumerate(sources):
         inputs, outputs = parameters(source.in_params), parameters(source.out_params)
-        named = [f"const {STORAGE[d]}* p_{n}" for d, n in inputs] + [f"{STORAGE[d]}* p_{n}" for d, n in outputs]
-        bound = [f"const {STORAGE[d]} &{n} = p_{n}[i];" for d, n in inputs]
-        bound += [f"{STORAGE[d]} &{n} = p_{n}[i];" for d, n in outputs]
+        named = [f"const {stored_type(d)}* p_{n}" for d, n in inputs] + [f"{stored_type(d)}* p_{n}" for d, n in outputs]
+        bound = [f"const {stored_type(d)} &{n} = p_{n}[i];" for d, n in inputs]
+        bound += [f"{stored_type(d)} &{n} = p_{n}[i];" for d, n in outputs]
         written.append(
             f"namespace n{number} {{\n{source.preamble}\n"
             f'extern "C" {qualifier} void kernel_{number}(long long size, {", ".join(named)}) {{\n'

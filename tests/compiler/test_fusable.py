@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,7 @@ from tests.compiler.test_fuse import assert_same, fuse_and_compare, fused_nodes,
 from tests.compiler.test_packed import LAYOUTS, compare
 from tests.fake_cupy import FakeCupy
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[FakeCupy]:
-    with FakeCupy(nbytes=16 << 20) as fake:
-        yield fake
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def numbers(*shape: int, dtype: str = "float32") -> np.ndarray:

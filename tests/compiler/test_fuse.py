@@ -24,15 +24,12 @@ from tests.compiler.stages import regions_made
 from tests.conftest import small_cards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def line_of(graph: Graph) -> list[Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +23,8 @@ from asyncflow.ops.arrays.datatypes import ASTYPE
 from tests.compiler.test_fuse import assert_same, build, feeds_for, line_of, programs, run_line
 from tests.fake_cupy import FakeCupy
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 
 class Packed:
     """NumPy for single ops, and kernels of our own on a fake for chains.
@@ -37,18 +39,6 @@ class Packed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cupy, name)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[FakeCupy]:
-    with FakeCupy(nbytes=16 << 20) as fake:
-        yield fake
 
 
 LAYOUTS = ("C", "F", "gaps", "backwards", "wide")

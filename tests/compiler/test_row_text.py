@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -19,12 +18,6 @@ from tests.compiler.elementwise_kernel import CompiledNumpy
 from tests.compiler.test_fuse import fuse_and_compare, fused_nodes, line_of, members
 from tests.compiler.test_packed import LAYOUTS, Packed, laid
 from tests.fake_cupy import FakeCupy
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[FakeCupy]:
-    with FakeCupy(nbytes=16 << 20) as fake:
-        yield fake
 
 
 def numbers(*shape: int, dtype: Any = "float32") -> np.ndarray:

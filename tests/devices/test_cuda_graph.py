@@ -477,6 +477,14 @@ class Loop:
         for _ in range(WARM_UPS):
             driven_to_the_end(self.begin(n))
 
+    def captured_up_to(self, at: int) -> Any:
+        """Return the generator of a call that captures, amid one of its slices."""
+        self.warm_up(4)
+        generator = self.begin(4)
+        for budget in (None, *[1] * at):
+            generator.send(budget)
+        return generator
+
     def graphs(self) -> str:
         return str(self.region.graphs)
 
@@ -533,11 +541,7 @@ def test_other_work_is_launched_between_slices(card: Card) -> None:
 def test_a_capture_that_is_cancelled_between_slices_leaves_nothing(card: Card, at: int) -> None:
     looped = Loop(card, SLICE_LAUNCHES)
     with card.stream:
-        looped.warm_up(4)
-        generator = looped.begin(4)
-        generator.send(None)
-        for _ in range(at):
-            generator.send(1)
+        generator = looped.captured_up_to(at)
         generator.close()
     gc.collect()
     assert card.cupy.engine.captures == []
@@ -553,11 +557,7 @@ def test_a_capture_that_is_cancelled_between_slices_leaves_nothing(card: Card, a
 def test_a_failure_in_any_slice_costs_the_graph_only(card: Card, at: int) -> None:
     looped = Loop(card, SLICE_LAUNCHES)
     with card.stream:
-        looped.warm_up(4)
-        generator = looped.begin(4)
-        generator.send(None)
-        for _ in range(at):
-            generator.send(1)
+        generator = looped.captured_up_to(at)
         card.cupy.fail_next(2, "launchKernel" if at < 3 else "graphInstantiate")
         steps, (x, _) = driven_to_the_end(generator)
         assert steps > 0

@@ -23,7 +23,7 @@ from asyncflow.ops.cuda.functions import helpers
 from tests.compiler.elementwise_kernel import compile_as_cuda, compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.graph.values.dtypes import DType
 
@@ -58,10 +58,7 @@ MIXED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -54,6 +54,11 @@ def c_type(dtype: DType) -> str:
     return _C_TYPES[dtype.name]
 
 
+def stored_type(dtype: str) -> str:
+    """Return the C++ type in which arrays hold values of the dtype of that name."""
+    return dtype if dtype in HALVES else _C_TYPES[dtype]
+
+
 def convert(text: str, source: DType, target: DType) -> str:
     """`text`, of dtype `source`, as `target`."""
     if source == target:

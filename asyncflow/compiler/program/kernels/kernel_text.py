@@ -16,7 +16,7 @@ from asyncflow.compiler.program.kernels.chains import Chain, Read
 from asyncflow.compiler.program.kernels.row_text import rows_text
 from asyncflow.errors import InternalError
 from asyncflow.ops.cuda.functions import helpers
-from asyncflow.ops.cuda.source import HALVES, c_type, expression
+from asyncflow.ops.cuda.source import HALVES, c_type, expression, stored_type
 
 OPTIONS = ("--fmad=false",)
 
@@ -165,24 +165,6 @@ class Form(NamedTuple):
     lanes: int = 0
 
 
-STORAGE = {
-    "bool": "bool",
-    "int8": "signed char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "long long",
-    "uint8": "unsigned char",
-    "uint16": "unsigned short",
-    "uint32": "unsigned int",
-    "uint64": "unsigned long long",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float32": "float",
-    "float64": "double",
-}
-"""The C++ types in which arrays hold values."""
-
-
 @lru_cache(maxsize=1024)
 def packed_source(chain: Chain, form: Form) -> str:
     """Return the source of a kernel of our own.
@@ -200,16 +182,16 @@ def packed_source(chain: Chain, form: Form) -> str:
             # A half is passed as the float that it is computed as.
             parameters.append(f"const {c_type(dtype)} x{number}")
             continue
-        parameters.append(f"const {STORAGE[dtype.name]}* p{number}")
-        loads.append(f"const {STORAGE[dtype.name]} x{number} = p{number}[{_place(lie, f'p{number}', form.rank)}];")
+        parameters.append(f"const {stored_type(dtype.name)}* p{number}")
+        loads.append(f"const {stored_type(dtype.name)} x{number} = p{number}[{_place(lie, f'p{number}', form.rank)}];")
         strides += _strides(lie, f"p{number}", form.rank)
     for number, ((name, text), lie) in enumerate(zip(body.stored, form.stores, strict=True)):
-        parameters.append(f"{STORAGE[name]}* q{number}")
+        parameters.append(f"{stored_type(name)}* q{number}")
         stores.append(f"q{number}[{_place(lie, f'q{number}', form.rank)}] = {text};")
         strides += _strides(lie, f"q{number}", form.rank)
     for number, reduced in enumerate(chain.reduced):
         dtype = chain.member(chain.outputs[reduced.output]).spec.dtype
-        parameters.append(f"{STORAGE[dtype.name]}* z{number}")
+        parameters.append(f"{stored_type(dtype.name)}* z{number}")
     sizes = ("rows", "length") if form.lanes else ("n",)
     extents = [f"n{axis}" for axis in range(1, form.rank)]
     parameters += [f"const {index} {name}" for name in (*sizes, *extents, *strides)]
