@@ -124,7 +124,7 @@ class Lever:
 
 
 def ticket(stream: CudaStream) -> asyncio.Future[None]:
-    """Done when all that the stream has been given is."""
+    """Return a future that is done once all work of the stream is."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     stream.notify(lambda error: resolve(future, error=error))
     return future
@@ -186,7 +186,7 @@ async def host_calls(run: Lever) -> None:
             calls[f"launch of a graph of {count}, us"] = partial(graph.launch, stream=raw)
         for name, call in calls.items():
             with stream:
-                call()  # which may compile
+                call()  # the first call may compile
                 raw.synchronize()
                 run.note(name, run.host_us(call, settle=raw.synchronize))
             await asyncio.sleep(0)
@@ -315,7 +315,7 @@ async def by_hand(run: Lever) -> None:
             forward()
             device.compute.raw.synchronize()
             run.note("forward, launched, us a step", run.card_us(device, forward, repeats=5) / count)
-            # What is allocated while capturing is the graph's: its pool must live as long.
+            # Memory allocated while capturing belongs to the graph, so its pool must live as long.
             with PrivateMemory(cupy, device.compute, device.pool, "the forward loop") as memory:
                 graph, _ = capture(device.compute.raw, forward)
         launch = partial(graph.launch, stream=device.compute.raw)
@@ -469,7 +469,7 @@ async def measure_all(run: Lever, minutes: float, parts: Sequence[Part] = PARTS)
     for place, part in enumerate(parts):
         left_s = ends_s - perf_counter()
         share_s = left_s * part.seconds / sum(each.seconds for each in parts[place:])
-        # A part that is quick leaves its time to the others; one that is slow may take theirs up to twice its share.
+        # A quick part leaves its time to the others. A slow part may take up to twice its share.
         limit_s = min(left_s, 2 * share_s)
         run.part, started = part.name, perf_counter()
         status: dict[str, object] = {"status": "done"}
@@ -500,7 +500,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for levers.jsonl")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("CUPY_CACHE_DIR", str(ROOT / ".cupy_cache"))  # kernels that an earlier run has compiled
+    os.environ.setdefault(
+        "CUPY_CACHE_DIR", str(ROOT / ".cupy_cache")
+    )  # the folder has kernels that an earlier run has compiled
     backend = cuda_backend()
     with (
         nullcontext(backend.cupy) if backend.cupy is not None else stand_in(devices=1, nbytes=256 << 20) as cupy,

@@ -168,7 +168,7 @@ class GraphCode:
     def alone(self) -> Iterator[list[Value | None]]:
         """Keep other threads from writing the variables, and give the values that these have."""
         with ExitStack() as stack:
-            # In one order for all regions, which the compiler has made: two launches never wait for each other.
+            # The compiler has made one order for all regions, so two launches never wait for each other.
             for variable in self.variables:
                 stack.enter_context(variable.lock)
             yield [variable.given() for variable in self.variables]
@@ -193,10 +193,10 @@ class GivesWay(Protocol):
 
     @property
     def may_give_way(self) -> bool:
-        """True if some can go now."""
+        """True if some graphs can go now."""
 
     def give_way(self) -> None:
-        """Forget them."""
+        """Forget the graphs."""
 
 
 class GraphCache(Generic[Graph]):
@@ -312,7 +312,7 @@ class GraphCache(Generic[Graph]):
             # regions that share variables may make a few more, and graphs take memory: more than that are not made.
             return len(seen) < MOST_PLACES and key not in self._complete and not self._capturing
         if not seen and len(self._found) >= MOST_KEYS:
-            # Where graphs have given way, many calls are to come before the next: that they are few says nothing.
+            # After graphs have given way, many calls come before the next graph: a small number of calls says nothing.
             if not self._has_given_way and all(isinstance(found, int) for found in self._found.values()):
                 self._refusal = f"none of {MOST_KEYS} kinds of inputs has come {self._warm_ups + 1} times"
             return False
@@ -342,8 +342,8 @@ class GraphCache(Generic[Graph]):
         found = self._found
 
         def keep(graph: Graph) -> None:
-            if found is self._found and not self._refusal:  # else all were forgotten meanwhile
-                # The number of calls seen so far, or graphs for other places.
+            if found is self._found and not self._refusal:  # unless all graphs were forgotten meanwhile
+                # Either the number of calls seen so far, or graphs for other places, are known.
                 graphs = found.get(key)
                 found[key] = {**graphs, place: graph} if isinstance(graphs, dict) else {place: graph}
 
@@ -413,7 +413,7 @@ class GraphCache(Generic[Graph]):
 
     def clear(self) -> None:
         """Forget all graphs; their memory is free in the order of their stream. Start anew."""
-        self._found = {}  # a new one, by which a capture in progress finds out
+        self._found = {}  # a new dict, by which a capture in progress finds out
         self._complete.clear()
         self._refusal = ""
         self._has_other_inputs = False
@@ -421,7 +421,7 @@ class GraphCache(Generic[Graph]):
 
 def free_graphs(caches: Iterable[GivesWay], has_enough: Callable[[], bool]) -> bool:
     """Have graphs give way, the least recently used first, until there is enough memory; return True if there is."""
-    # A copy, as the set is weak: caches end with their plans, on any thread.
+    # The set is weak, and caches end with their plans, on any thread: so this goes over a copy.
     for cache in sorted([cache for cache in caches if cache.may_give_way], key=attrgetter("used")):
         if has_enough():
             return True

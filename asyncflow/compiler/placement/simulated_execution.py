@@ -251,18 +251,18 @@ class Execution:
         return ready
 
     def run(self, index: int, ready: float, *, contend: bool = True) -> None:
-        """Run the task on its group's device, once inputs and devices are ready; or at once, unless they `contend`."""
+        """Run the task on its group's device, once inputs and devices are ready; or at once, unless tasks `contend`."""
         task = self.problem.tasks[index]
         device = self.places.devices[task.group]
         # Without contention times are those of the longest way alone.
         free = self.free if contend else [0.0] * len(self.free)
-        # Launched ahead of what it waits for: the thread is behind only where it has too much to do.
+        # The thread launches a task ahead of what the task waits for, and is behind only where it has too much to do.
         if self.hosts and contend:
             ready = max(ready, self._launched(task, device))
         if task.spread is not None:
             finish = ready + task.spread.span
             for used, load in enumerate(task.spread.loads):
-                # It ends with the device that is the latest, but no earlier than with all of them free.
+                # The task ends with its latest device, but no earlier than with all of its devices free.
                 if load > 0.0:
                     free[used] = max(free[used], ready) + load
                     finish = max(finish, free[used])
@@ -309,7 +309,7 @@ def host_ns(places: Places, task: Task, device: int | None, known: set[tuple[str
         source = places.of(value)
         if source is None or needed is None or source == needed or ("value", i, needed) in known:
             continue
-        # Sent once, whoever uses it there.
+        # A value is sent once, however many tasks use it there.
         known.add(("value", i, needed))
         thread = hosts.of[source]
         if thread is not None:
@@ -322,8 +322,8 @@ def simulate(
 ) -> tuple[float, float, int]:
     """Return the end of the last of the first `n_tasks` tasks, in ns.
 
-    Also by how many bytes a device exceeds its limit, and how often a value goes to another device. Unless they
-    `contend`, a device runs any number of tasks at a time.
+    The result also has the bytes by which a device exceeds its limit, and the number of values that go to another
+    device. Unless tasks `contend`, a device runs any number of them at a time.
     """
     tasks, values = problem.tasks[:n_tasks], problem.values
     execution = Execution(problem, devices)
@@ -334,7 +334,7 @@ def simulate(
     ]
     heapq.heapify(queue)
     crossings: set[tuple[int, int]] = set()
-    # The earliest first, whatever its device: all devices have one clock, and one host.
+    # The earliest task goes first, whatever its device: all devices have one clock, and one host.
     while queue:
         ready, index = heapq.heappop(queue)
         execution.run(index, ready, contend=contend)

@@ -138,7 +138,8 @@ class BatchCall(Generic[M]):
         """Return when one of its members may be why the call has not ended, and keep the others from ending."""
         if self.started_ns == inf:
             return inf
-        # Half of what the first one has, so that others may still end in time; as long again as before one left.
+        # The first member to be due has half of its time, so that others may still end in time. The call may also take
+        # as long again as before a member left.
         halfway_ns = (self.started_ns + min(member.deadline_ns for member in self.members)) / 2
         expected_ns = self.lane.costs.predict_ns(len(self.members))
         again_ns = 2 * self.left_ns - self.started_ns
@@ -408,7 +409,9 @@ class Batcher(Generic[M]):
         members = [member for member in call.members if not member.is_gone]
         is_settled = len(call.members) == 1 or not divisible
         if lacks_memory and len(call.members) > 1:
-            call.lane.costs.fits = len(call.members) // 2  # for later calls as well; `_next` tries more now and then
+            call.lane.costs.fits = (
+                len(call.members) // 2
+            )  # the limit is for later calls as well; `_next` tries more now and then
         if not is_settled:
             # The halves stand in their order before the remaining parts: n members need at most 2 n - 1 calls in all.
             call.lane.suspects.extendleft(reversed(halves(members)))
@@ -432,7 +435,7 @@ class Batcher(Generic[M]):
             return False
         if lane.suspects:
             return True
-        # Before the policy is asked: a late member must not decide when a call begins, or for how many.
+        # Late members go before the policy is asked: they must not decide when a call begins, or for how many.
         lane.drop_late(now_ns)
         if not lane.waiting:
             self._drop_if_empty(lane)
@@ -445,7 +448,7 @@ class Batcher(Generic[M]):
                 suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
                 if suspects:
                     return [suspects]
-            # All have left. What was decided last is about other members than those that wait now.
+            # All members have left, and the last decision is about other members than those that wait now.
             if not self._is_ready(lane, now_ns, is_idle):
                 return []
         if not lane.waiting:
@@ -454,7 +457,7 @@ class Batcher(Generic[M]):
             return [lane.take(lane.chosen)]
         chosen, costs = lane.chosen, lane.costs
         explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
-        if explores:  # another number than the best known one
+        if explores:  # the size is another than the best known one
             if costs.fits is not None:
                 costs.fits *= 2  # there may be more memory now
             chosen = min(len(lane), lane.most)
@@ -482,7 +485,7 @@ class Batcher(Generic[M]):
             again_s = rule.until_s(now_s, count, most, is_idle, lane.halfway_s)
             lane.chosen = 0 if now_s < again_s else rule.size(count, most)
         else:
-            # Users may keep what they are told; the view is of the line, and changes with it.
+            # Users may keep the tuple; a view of the line would change with the line.
             line = WaitingLine(lane.waiting, _seen)
             step = NextStep(
                 now_s,
@@ -502,7 +505,7 @@ class Batcher(Generic[M]):
         return lane.chosen > 0
 
     def _free(self, call: BatchCall[M]) -> None:
-        if call in call.lane.under_way:  # or else it was divided, and is stopped only now
+        if call in call.lane.under_way:  # else the call was divided, and is stopped only now
             call.lane.under_way.remove(call)
         self._drop_if_empty(call.lane)
 

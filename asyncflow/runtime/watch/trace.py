@@ -249,7 +249,7 @@ class Trace:
         # Two numbers: a thread that adds records and one that reads them would lose changes of the same number.
         self._added = self._made = 0
         self._is_making = False
-        self._inner: list[Trace] = []  # made inside the block, and not yet added
+        self._inner: list[Trace] = []  # traces made inside the block, and not yet added
         if self.detail not in (None, "node", "region"):
             raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
         outer = _current.innermost()
@@ -299,10 +299,10 @@ class Trace:
         self.requests.append(asked)
 
     def _make(self) -> None:
-        if not self._unmade:  # without the lock, as nearly every reader leaves here
+        if not self._unmade:  # nearly every reader leaves here, so this is without the lock
             return
         with _making:
-            if self._is_making:  # amid the loop below, on this thread: what is made so far is what there is to read
+            if self._is_making:  # this thread is amid the loop below: it reads the records made so far
                 return
             self._is_making = True
             try:
@@ -345,7 +345,7 @@ class Trace:
         self._inner.clear()
 
     def _add(self, inner: Trace) -> None:
-        # Beyond the capacity the first firings stay, as they do where one trace records more than that.
+        # Beyond the capacity the first firings stay, as in one trace that records more than its capacity.
         room = max(0, self.capacity - self.count)
         self.firings.extend(inner.firings[:room])
         self.dropped += inner.dropped + len(inner.firings[room:])
@@ -364,7 +364,7 @@ current_trace = _current.innermost
 
 
 Writer = Callable[[Trace, Path], None]
-# A list of one at most, which a function can fill without a `global` statement.
+# The list has one element at most. A function can fill it without a `global` statement.
 _writers: list[Writer] = []
 
 

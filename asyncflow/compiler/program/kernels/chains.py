@@ -121,7 +121,7 @@ class Chain:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Of all values."""
+        """Specs of all values."""
         return (*self.inputs, *(member.spec for member in self.members))
 
     @cached_property

@@ -136,7 +136,7 @@ def bind_launch(
         is_checked: what `bare` gives is more than the op's own kernel.
     """
     if node.op is CONSTANT and not node.control_inputs:
-        # Copied in when the plan is made, not at each firing.
+        # The value is copied in when the plan is made, not at each firing.
         value = bare(np)()
         if not is_host_spec(node.outputs[0].spec):
             value = _constant_on(device, node, value)
@@ -193,7 +193,7 @@ def bind_member(
     Where the arrays of a device are NumPy's, as a simulated one's are, they have to be told apart from the host's: such
     a region is made of device values, and its kernels launch themselves.
     """
-    if device.xp is np:  # told apart by their types, which only launchers look at
+    if device.xp is np:  # only launchers look at their types, which tell them apart
         return bind_launch(node, bare, device, stream, on_host, in_region=True)
     if node.op is CONSTANT and not node.control_inputs:
         constant = _constant_on(device, node, bare(np)())
@@ -248,7 +248,7 @@ def _of_numbers(kernel: Kernel, operands: Sequence[int], xp: Namespace) -> Kerne
             values = list(inputs)
             for index in operands:
                 if isinstance(values[index], np.generic):
-                    values[index] = xp.full((), values[index])  # no copy, which a CUDA graph could not hold
+                    values[index] = xp.full((), values[index])  # without a copy, as a CUDA graph could not hold one
             result = kernel(*values)
         return result
 
@@ -338,7 +338,7 @@ def _casting(node: Node, kernel: Kernel) -> Kernel:
 
 def _followed_by(kernel: Kernel, check: Callable[[Value], Value]) -> Kernel:
     """A kernel whose results are checked."""
-    if isinstance(kernel, PausingKernel):  # wrapped in a function it could not stop between rows any more
+    if isinstance(kernel, PausingKernel):  # a wrapped kernel could not stop between rows any more
         return kernel.followed_by(check)
     return lambda *inputs: check(kernel(*inputs))
 
