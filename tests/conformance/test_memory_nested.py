@@ -27,8 +27,8 @@ SHARE = 0.3
 
 ROOM = 48 << 20
 
-Kind = Literal["cpu", "v100", "card"]
-DEVICES: dict[Kind, str] = {"cpu": "cpu:0", "v100": "sim:0", "card": "cuda:0"}
+Kind = Literal["cpu", "interpreted", "v100", "card"]
+DEVICES: dict[Kind, str] = {"cpu": "cpu:0", "interpreted": "cpu:0", "v100": "sim:0", "card": "cuda:0"}
 
 
 def loops(counts: tuple[int, ...], x: Any, w: Any) -> Any:
@@ -89,7 +89,9 @@ def once(kind: Kind, counts: tuple[int, ...], folder: Path, **options: Any) -> O
     if kind == "card":
         with stand_in(devices=1, nbytes=ROOM + (8 << 20)):
             return asyncio.run(train(counts, DEVICES[kind], **options))
-    return asyncio.run(train(counts, DEVICES[kind], spill_directory=str(folder), **options))
+    return asyncio.run(
+        train(counts, DEVICES[kind], spill_directory=str(folder), regions=kind != "interpreted", **options)
+    )
 
 
 QUICK: set[tuple[Kind, tuple[int, ...], str]] = {
