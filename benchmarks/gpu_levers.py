@@ -33,6 +33,7 @@ from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs.graph import PrivateMemory, capture
+from asyncflow.devices.cuda.memory import PrivatePool
 from asyncflow.streams.cuda.stream import CudaStream
 from asyncflow.streams.futures import resolve
 from benchmarks import gpu, gpu_launches
@@ -316,7 +317,7 @@ async def by_hand(run: Lever) -> None:
             device.compute.raw.synchronize()
             run.note("forward, launched, us a step", run.card_us(device, forward, repeats=5) / count)
             # Memory allocated while capturing belongs to the graph, so its pool must live as long.
-            with PrivateMemory(cupy, device.compute, device.pool, "the forward loop") as memory:
+            with PrivateMemory(device.compute, PrivatePool(cupy, device.pool, "the forward loop")) as memory:
                 graph, _ = capture(device.compute.raw, forward)
         launch = partial(graph.launch, stream=device.compute.raw)
         run.note("forward, captured, us a step", run.card_us(device, launch) / count)

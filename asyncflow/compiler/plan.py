@@ -384,9 +384,10 @@ class Plan:
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
-            memory: only the values that loops save for their gradients: each with its bytes an iteration and its
-                readers. On devices with a limit, also the choice for each (``Session(saved_values="auto")``) or the
-                treatment asked for (``"keep"``, ``"swap"``), its predicted cost, and the cost of less memory.
+            memory: only the memory of CUDA graphs that there are by now, and the values that loops save for their
+                gradients: each with its bytes an iteration and its readers. On devices with a limit, also the choice
+                for each (``Session(saved_values="auto")``) or the treatment asked for (``"keep"``, ``"swap"``), its
+                predicted cost, and the cost of less memory.
             races: only reads and writes that nothing orders, and the lines that built them; of small
                 programs also the outcomes, each with an order that leads to it.
         """
@@ -395,7 +396,7 @@ class Plan:
             return "\n".join(describe_races(graph, request.roots, request.feeds)) or "there are no races"
         if memory:
             chosen = [line for loop in self.memory for line in loop.explain()]
-            return "\n".join([*explain_saved(self.saved), *chosen, *self.memory_notes])
+            return "\n".join([*explain_saved(self.saved), *chosen, *self.memory_notes, *self._explain_graph_memory()])
         lines = [
             *self.remarks,
             *self.placement.notes,
@@ -416,6 +417,18 @@ class Plan:
                         lines.append(f"\n# {planned.name}\n{planned.region.source}")
                         lines += _explain_kernels(planned.source)
         return "\n".join(lines)
+
+    def _explain_graph_memory(self) -> list[str]:
+        lines = []
+        for partition in self.partitions:
+            nodes = [(node.name, getattr(node.kernel, "graphs", None)) for node in partition.nodes]
+            made = [(name, graph.held) for name, graphs in nodes if graphs is not None for graph in graphs.made]
+            total = sum({block: size for _, held in made for block, size in held.items()}.values())
+            if made:
+                what = f"{counted(len(made), 'CUDA graph')} on {partition.device}"
+                lines.append(f"{what}: {total:,} bytes in all, as graphs share what they need only while they run")
+                lines += [f"  {name}: {sum(held.values()):,} bytes" for name, held in made]
+        return lines
 
     def _explain_transfers(self) -> list[str]:
         pairs = Counter(

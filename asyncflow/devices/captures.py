@@ -246,11 +246,15 @@ class GraphCache(Generic[Graph]):
         """Say how many graphs there are by now, or why there will be none."""
         if self._refusal:
             return f"none is made: {self._refusal}"
-        # A key that has been seen, and has no graph yet, is a number.
-        made = sum(0 if isinstance(found, int) else len(found) for found in self._found.values())
-        kinds = f"{made} made, for {counted(len(self._found), 'kind')} of inputs"
+        kinds = f"{len(self.made)} made, for {counted(len(self._found), 'kind')} of inputs"
         others = ", and calls with inputs that have none" if self._has_other_inputs else ""
         return f"{kinds}{others}{'; memory was short for earlier ones' if self._has_given_way else ''}"
+
+    @property
+    def made(self) -> list[Graph]:
+        """The graphs, of all keys and places."""
+        # A key that has been seen, and has no graph yet, is a number.
+        return [graph for found in self._found.values() if not isinstance(found, int) for graph in found.values()]
 
     @property
     def is_refused(self) -> bool:
@@ -389,7 +393,7 @@ class GraphCache(Generic[Graph]):
     @property
     def may_give_way(self) -> bool:
         """True if there are graphs, and none is being made or launched now."""
-        return not (self._capturing or self._launching) and any(not isinstance(x, int) for x in self._found.values())
+        return not (self._capturing or self._launching) and bool(self.made)
 
     def give_way(self) -> None:
         """Forget all graphs, whose memory others need; make new ones after many more calls than before."""

@@ -15,6 +15,7 @@ from asyncflow.devices.cuda import device as cuda
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs import graph as cuda_graph
 from asyncflow.devices.cuda.graphs.graph import CapturedRegion, PrivateMemory, capture
+from asyncflow.devices.cuda.memory import PrivatePool
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import capturing
@@ -129,7 +130,7 @@ async def test_a_thread_copies_while_the_loop_captures(
 
 async def test_a_thread_gets_no_memory_of_a_graph(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     copying = Beside(monkeypatch, lambda: device.constant(VALUE))
-    with PrivateMemory(device.cupy, device.compute, device.pool, "CUDA graph"):
+    with PrivateMemory(device.compute, PrivatePool(device.cupy, device.pool, "CUDA graph")):
         copying.begin()
     copied = copying.end()
     assert [buffer.label for buffer in device.memory.top()] == ["constant"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -110,7 +112,7 @@ def chain(x: af.Tensor) -> af.Tensor:
 async def test_graphs_give_way_when_memory_is_short_the_longest_unused_first() -> None:
     with small_cards(0):
         with af.Graph() as graph:
-            first, second, large = (af.placeholder("float32", (size,)) for size in (4_000, 5_000, None))
+            first, second, large = (af.placeholder("float32", (size,)) for size in (7_000, 3_500, None))
             programs = {x: chain(x) for x in (first, second)}
             sum_of_large = af.sum(large)
         limit = 256 << 10
@@ -140,6 +142,58 @@ async def test_graphs_give_way_when_memory_is_short_the_longest_unused_first() -
             # Much later it gets one again.
             assert "0 made, for 1 kind" in await run(first, 4 * WARM_UPS)
             assert f"{made}; memory was short" in await run(first, 1)
+
+
+async def test_a_plan_tells_the_memory_of_its_graphs() -> None:
+    with small_cards(0), af.Graph() as graph:
+        x = af.placeholder("float32", (None,))
+        y = chain(x)
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            memory = session.devices[0].memory
+            before = memory.used
+            for size in (1 << 12, 1 << 11):
+                await session.warm_up(y, {x: np.zeros(size, np.float32)})
+            told = session.plan(y, [x]).explain(memory=True).splitlines()[-3:]
+            total, *each = [int(re.search(r": ([\d,]+) bytes", line)[1].replace(",", "")) for line in told]  # type: ignore[index]
+            assert told[0].startswith(f"2 CUDA graphs on cuda:0: {total:,} bytes in all, as graphs share what")
+            assert total == memory.used - before
+            assert max(each) < total < sum(each)
+
+
+@pytest.mark.slow
+async def test_nothing_is_left_of_a_thousand_captures() -> None:
+    """Of regions with variables, loops and results that are held, and of graphs that give way or are forgotten."""
+    with small_cards(0) as cupy:
+        with af.Graph() as graph:
+            x = af.placeholder("float32", (None,))
+            w = af.Variable(np.float32(0), name="w")
+            y = x
+            for _ in range(4):
+                y = af.tanh(y * 2 + 1) - af.max(y)
+            step = w.assign_add(af.max(y))
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            memory, fed = session.devices[0].memory, np.linspace(-1, 1, 64, dtype=np.float32)
+            (region,) = [
+                node for node in session.plan([y, step], [x]).partitions[0].root.nodes if node.region is not None
+            ]
+            graphs = region.kernel.graphs  # type: ignore[union-attr]
+            used: list[int] = []
+            queues: list[int] = []
+            for number in range(1000):
+                value = fed[: 60 + number % 5].copy()
+                await session.warm_up([y, step], {x: value})
+                assert "made" in str(graphs)
+                await session.run([y, step], {x: value})
+                assert len(graphs.made) == 1
+                graphs.clear()
+                if number in (9, 999):
+                    gc.collect()
+                    cupy.wait_idle()
+                    used.append(memory.used)
+                    queues.append(len(cupy.engine.all_queues()))
+            assert used[0] == used[1]
+            assert queues[0] >= queues[1] - 1
+            assert cupy.engine.captures == []
 
 
 async def test_memory_of_a_graph_without_arrays_outside_stays() -> None:

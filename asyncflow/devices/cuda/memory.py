@@ -223,7 +223,7 @@ class PrivatePool:
     """A pool of a device for the arrays of a captured CUDA graph, whose addresses are the graph's for as long as it is.
 
     Memory freed here can only be allocated again here, never by the rest of the device. It takes whole blocks from the
-    device's pool. They count, under one name, from their first use until the graph and the arrays in them are gone.
+    device's pool. They count, under one name, from their first use until the private pool and all its arrays are gone.
     So it keeps within the device's limit, and where that pool is primed CUDA is not asked either.
 
     The holder of the graph holds the pool, which is the stream's pool only during the capture.
@@ -249,10 +249,6 @@ class PrivatePool:
         memory = self._cupy.cuda.memory
         owned = memory.UnownedMemory(pointer.ptr, pointer.mem.size, (pointer, self._pool), self._physical)
         return memory.MemoryPointer(owned, 0)
-
-    def release(self) -> None:
-        """Give back to the device's pool whatever no array has; no graph uses it any more."""
-        self._pool.free_all_blocks()
 
 
 def active_requests() -> Requests:

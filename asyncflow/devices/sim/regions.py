@@ -191,6 +191,11 @@ class SimGraph:
         self._memory, self._nbytes, self._name = memory, nbytes, f"CUDA graph of {name}"
         self._charge = memory.charge(nbytes, self._name)
 
+    @property
+    def held(self) -> dict[object, int]:
+        """Bytes of its memory, which it shares with no other graph."""
+        return {self: self._nbytes}
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Count arrays that are made inside the block in place of the graph's memory, which they are in.

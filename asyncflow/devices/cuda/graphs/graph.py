@@ -2,9 +2,9 @@
 
 A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch. Its outputs stay
 where they are, in the graph's memory, if nothing holds earlier outputs there any more; else they are copied to new
-arrays (`Lending`). The buffers, and all memory allocated meanwhile, come from a `PrivatePool`, which serves only the
-graph for as long as it exists. Copies and launches are on the region's compute stream, in whose order every value of
-the device is valid; launches of one graph never overlap, because they are all on that stream.
+arrays (`Lending`). The buffers, and all memory allocated meanwhile, are in blocks that graphs share (`GraphMemory`).
+Copies and launches are on the region's compute stream, in whose order every value of the device is valid; launches of
+graphs never overlap, because they are all on that stream.
 
 A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values on the host: the region may
 have branched on them, and kernels have them as arguments. A region with ever new host values is left alone, and so is a
@@ -38,8 +38,9 @@ from asyncflow.devices.captures import (
     run_to_end,
     slice_budget,
 )
+from asyncflow.devices.cuda.graphs.blocks import GraphMemory, blocks_of
 from asyncflow.devices.cuda.graphs.variables import Buffers, RegionVariables, stored
-from asyncflow.devices.cuda.memory import PrivatePool, active_requests, home_of
+from asyncflow.devices.cuda.memory import active_requests, home_of
 from asyncflow.devices.cuda.transfers.buffers import LentMemory
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.values import is_plain
@@ -166,16 +167,16 @@ def _abandon(raw: Raw) -> None:
 
 
 class PrivateMemory:
-    """Inside, allocations of a stream come from a private pool.
+    """Inside, allocations of a stream come from the memory of a graph.
 
     Other threads allocate for that stream only while they hold `capturing`, and so do not get memory of the graph.
     """
 
     __slots__ = ("_before", "_pool", "_stream")
 
-    def __init__(self, cupy: Cupy, stream: CudaStream, pool: CudaPool, label: str) -> None:
+    def __init__(self, stream: CudaStream, pool: CupyPool) -> None:
         self._stream = stream
-        self._pool = PrivatePool(cupy, pool, label)
+        self._pool = pool
         self._before: CupyPool | None = None
 
     def malloc(self, nbytes: int) -> Raw:
@@ -185,10 +186,6 @@ class PrivateMemory:
         """
         with self._stream.raw:
             return self._pool.malloc(nbytes)
-
-    def release(self) -> None:
-        """Give back what no array has; the graph has gone."""
-        self._pool.release()
 
     def __enter__(self) -> PrivateMemory:
         capturing.acquire()
@@ -226,8 +223,11 @@ def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> Non
         active_requests().copies += 1
 
 
-def apart(cupy: Cupy, inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
-    """Return the outputs of a region that is being captured, each array without gaps and in memory of its own."""
+def apart(cupy: Cupy, memory: GraphMemory, inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
+    """Return the outputs of a region that is being captured, each array without gaps and in memory of its own.
+
+    No other graph writes there.
+    """
     ndarray = cupy.ndarray
     seen = {id(value.data.mem) for value in inputs if isinstance(value, ndarray)}
     found: list[Value] = []
@@ -235,8 +235,10 @@ def apart(cupy: Cupy, inputs: Sequence[Value], outputs: Sequence[Value]) -> list
         if isinstance(value, ndarray):
             value = without_gaps(cupy, value)
             # Memory with a home is not the graph's: the output is a constant.
-            if value.base is not None or id(value.data.mem) in seen or home_of(value) is not None:
-                value = value.copy()
+            is_part = value.base is not None or id(value.data.mem) in seen or home_of(value) is not None
+            if is_part or not memory.has_alone(value):
+                with memory.alone():
+                    value = value.copy()
             seen.add(id(value.data.mem))
         found.append(value)
     return found
@@ -305,7 +307,7 @@ class RegionGraph:
         self,
         cupy: Cupy,
         raw: Raw,
-        memory: PrivateMemory,
+        memory: GraphMemory,
         code: GraphCode,
         graph: Raw,
         place: Buffers,
@@ -332,10 +334,10 @@ class RegionGraph:
             if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
                 raise NotCapturableError(f"it gives {a_kind(type(value))}")
 
-    def __del__(self) -> None:
-        # An output that is held, after the graph has gone, keeps its block of the memory, and not all of it.
-        del self._graph, self._inputs, self._outputs, self._lending
-        self._memory.release()
+    @property
+    def held(self) -> dict[object, int]:
+        """Bytes of each block of memory that it uses, for `Plan.explain`."""
+        return self._memory.held
 
     @property
     def lending(self) -> Lending:
@@ -347,7 +349,8 @@ class RegionGraph:
         cls,
         cupy: Cupy,
         raw: Raw,
-        memory: PrivateMemory,
+        memory: GraphMemory,
+        private: PrivateMemory,
         code: GraphCode,
         inputs: Sequence[Value],
         place: Buffers,
@@ -359,6 +362,7 @@ class RegionGraph:
             cupy: the module.
             raw: the CuPy stream on which the graph will be launched.
             memory: of the graph.
+            private: has allocations come from `memory`.
             code: of the region.
             inputs: of a call.
             place: buffers of the variables.
@@ -377,9 +381,9 @@ class RegionGraph:
             # A variable that was not written needs no store.
             ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
             kept = stored(cupy, cupy.cuda.get_current_stream(), place, outputs, ends)
-            return starts, apart(cupy, starts, kept)
+            return starts, apart(cupy, memory, starts, kept)
 
-        graph, (starts, outputs) = yield from capture_in_slices(cupy, memory, record(), launches)
+        graph, (starts, outputs) = yield from capture_in_slices(cupy, private, record(), launches)
         return cls(cupy, raw, memory, code, graph, place, starts, outputs)
 
     def launch(self, inputs: Sequence[Value], variables: RegionVariables) -> tuple[Placed, ...] | None:
@@ -545,9 +549,10 @@ class CapturedRegion:
         return None
 
     def _captured(self, inputs: Sequence[Value], place: Buffers) -> Steps[RegionGraph]:
-        memory = PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}")
+        memory = GraphMemory(self.cupy, self.pool, blocks_of(self.stream), f"CUDA graph of {self.label}")
+        private = PrivateMemory(self.stream, memory)
         recorded = RegionGraph.recorded(
-            self.cupy, self.stream.raw, memory, self.code, inputs, place, launches=self.launches
+            self.cupy, self.stream.raw, memory, private, self.code, inputs, place, launches=self.launches
         )
         budget = None
         try:

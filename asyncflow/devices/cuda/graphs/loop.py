@@ -22,7 +22,7 @@ import numpy as np
 from asyncflow.devices.captures import GraphCache, NotCapturableError
 from asyncflow.devices.cuda.graphs.conditional import ConditionalNodes, GatedPlace, Limits, Rehearsal
 from asyncflow.devices.cuda.graphs.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
-from asyncflow.devices.cuda.memory import active_requests
+from asyncflow.devices.cuda.memory import PrivatePool, active_requests
 from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class DeviceLoop:
 
     def _captured(self, bindings: Bindings, variables: Sequence[Value], captures: Sequence[Value]) -> LoopGraph:
         functions = self.condition, self.body
-        with PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}"):
+        with PrivateMemory(self.stream, PrivatePool(self.cupy, self.pool, f"CUDA graph of {self.label}")):
             return LoopGraph(self.cupy, self.stream.raw, bindings, functions, variables, captures)
 
 
