@@ -28,16 +28,16 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 12_070,
-    "asyncflow/runtime/": 11_183,
+    "asyncflow/runtime/": 11_195,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_631,
+    "asyncflow/devices/": 8_710,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
     "asyncflow/lift/": 2_185,
     "asyncflow/control/": 2_035,
     "asyncflow/vertex/": 1_815,
-    "asyncflow/streams/": 1_890,
+    "asyncflow/streams/": 1_935,
     "asyncflow/cli/": 1_260,
     "asyncflow/profiler/": 1_155,
     "asyncflow/checkpoint/": 1_135,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 65_252
+TOTAL: Final = 65_380
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 855,

@@ -488,6 +488,10 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         values is worth anything. With `elsewhere` another device is told, which may take the time of a message.
         """
 
+    def has_ended(self) -> bool:
+        """Return True if all work launched so far is known to have ended, so that `when_done` need not be called."""
+        return False
+
     def record_into(self, spans: Spans | None) -> Spans | None:
         """Add the work launched from here on to `spans`; None stops that. Returns the former target.
 
@@ -520,9 +524,15 @@ AsynchronousDevice: TypeAlias = LaunchingDevice[Stream]
 """Any device whose kernels are launched and not waited for."""
 
 
-@contextmanager
-def recording(device: AsynchronousDevice, spans: Spans | None) -> Iterator[None]:
+def recording(device: AsynchronousDevice, spans: Spans | None) -> AbstractContextManager[object]:
     """Record work launched inside the block, and no other, in `spans`; see `AsynchronousDevice.record_into`."""
+    if spans is None and device._spans is None:  # of each run without a trace
+        return _NOTHING
+    return _recording(device, spans)
+
+
+@contextmanager
+def _recording(device: AsynchronousDevice, spans: Spans | None) -> Iterator[None]:
     before = device.record_into(spans)
     try:
         yield

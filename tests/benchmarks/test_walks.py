@@ -14,7 +14,7 @@ MOST = {
     "Send/Recv": 103,
     "pooled step": 489,
     "batched call": 279,
-    "CUDA": 284,
+    "CUDA": 222,
     "compile": 800,
     "gradient": 1520,
 }

@@ -29,6 +29,8 @@ from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 
 PINNED = 256 << 10
+LARGE = np.arange(2 * SMALL_BYTES // 8, dtype=np.float64)
+"""A value that is copied on a stream of its own."""
 
 
 @pytest.fixture
@@ -65,8 +67,14 @@ def computed(device: CudaDevice, compute: Callable[..., Any], *values: CudaArray
     for value in values:
         value.order(lane)
     device.hold(lane, *[value.array for value in values])
+    lane.work.given += 1
     with lane:
         return CudaArray(compute(*[value.array for value in values]), device, lane, "y")
+
+
+def launch(device: CudaDevice) -> None:
+    """Launch a kernel."""
+    computed(device, lambda: device.cupy.zeros(1))
 
 
 def lend_all(slab: PinnedSlab) -> list[PinnedBuffer]:
@@ -257,20 +265,78 @@ async def test_a_cancelled_copy_keeps_its_memory_until_the_card_is_done_with_it(
 async def test_a_copy_in_marks_its_end_once(cupy: FakeCupy) -> None:
     """The mark is for users of the array and for the host's end of it, which is lent again only after it."""
     async with opened(cupy) as device:
-        slab = device.copies._small
+        slab = device.copies._slab
         cupy.pause()
-        x = await fed(device, np.arange(8.0))
-        # A mark of who had the memory; a wait for it, the copy, and the mark of its end.
-        assert (cupy.pending(device.compute.raw), cupy.pending(device.h2d.raw)) == (1, 3)
-        assert slab.free_bytes == SMALL_PINNED_BYTES - ALIGNMENT
+        launch(device)
+        x = await fed(device, LARGE)
+        # A kernel and a mark of who had the memory; a wait for it, the copy, and the mark of its end.
+        assert (cupy.pending(device.compute.raw), cupy.pending(device.h2d.raw)) == (2, 3)
+        assert slab.free_bytes == PINNED - LARGE.nbytes
         waiting = fetched(device, x)
         waiting.cancel()
         del x, waiting
         gc.collect()
         await turns()
-        assert slab.free_bytes == SMALL_PINNED_BYTES - 2 * ALIGNMENT
+        assert slab.free_bytes == PINNED - 2 * LARGE.nbytes
         cupy.resume()
-        await until(lambda: slab.free_bytes == SMALL_PINNED_BYTES)
+        await until(lambda: slab.free_bytes == PINNED)
+
+
+async def test_a_copy_in_waits_for_no_stream_that_is_known_to_be_idle(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        launch(device)
+        ended = asyncio.Event()
+        device.when_done(lambda _error: ended.set())
+        await ended.wait()
+        assert device.compute.is_idle and device.has_ended()
+        before = len(cupy.engine.launches)
+        x = await fed(device, LARGE)
+        assert [name for _, name in cupy.engine.launches[before:]] == ["memcpyAsync", "eventRecord"]
+        assert not device.has_ended()
+        assert np.array_equal(await fetched(device, x), LARGE)
+
+
+async def test_a_small_copy_in_takes_one_call_of_cuda(cupy: FakeCupy) -> None:
+    """The copy is on the stream of its readers; the host's end of it is lent again after the next ticket there."""
+    async with opened(cupy) as device:
+        slab, before = device.copies._small, len(cupy.engine.launches)
+        cupy.pause()
+        launch(device)
+        x = await fed(device, np.arange(8.0))
+        assert [name for _, name in cupy.engine.launches[before + 1 :]] == ["memcpyAsync"]
+        assert slab.free_bytes == SMALL_PINNED_BYTES - ALIGNMENT and not device.has_ended()
+        del x
+        await turns()
+        assert slab.free_bytes == SMALL_PINNED_BYTES - ALIGNMENT
+        ended = asyncio.Event()
+        device.when_done(lambda _error: ended.set())
+        cupy.resume()
+        await ended.wait()
+        assert slab.free_bytes == SMALL_PINNED_BYTES
+
+
+async def test_a_small_fetch_behind_all_work_says_that_this_has_ended(cupy: FakeCupy) -> None:
+    """Then nothing is left to wait for at the end of a run; a later kernel has to be waited for."""
+    async with opened(cupy) as device:
+        x = computed(device, lambda x: x + 1, await fed(device, np.arange(8.0)))
+        before = len(cupy.engine.launches)
+        assert np.array_equal(await fetched(device, x), np.arange(1.0, 9.0))
+        assert [name for _, name in cupy.engine.launches[before:]] == ["memcpyAsync", "eventRecord"]
+        assert device.has_ended()
+        cupy.pause()
+        early = fetched(device, x)
+        launch(device)
+        cupy.step(2)
+        await early
+        assert not device.has_ended()
+        cupy.resume()
+
+
+async def test_a_large_fetch_behind_all_work_says_so_too(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        x = computed(device, lambda x: x + 1, await fed(device, LARGE))
+        assert np.array_equal(await fetched(device, x), LARGE + 1)
+        assert device.has_ended()
 
 
 async def test_a_copy_in_pieces_marks_the_end_of_each(cupy: FakeCupy) -> None:
@@ -279,7 +345,7 @@ async def test_a_copy_in_pieces_marks_the_end_of_each(cupy: FakeCupy) -> None:
         pieces, before = value.nbytes // PINNED, len(cupy.engine.launches)
         x = await fed(device, value)
         given = Counter(name for _, name in cupy.engine.launches[before:])
-        assert given["memcpyAsync"] == pieces > 1 and given["eventRecord"] == 1 + pieces
+        assert given["memcpyAsync"] == pieces > 1 and given["eventRecord"] == pieces
         assert np.array_equal(await fetched(device, x), value)
 
 
@@ -360,6 +426,81 @@ async def test_a_copy_in_order_of_a_view_keeps_its_source(seed: int) -> None:
             assert np.array_equal(await waiting, np.full((32, 64), 3.0))
 
 
+def sent(device: CudaDevice, value: CudaArray, source: CudaDevice) -> asyncio.Future[CudaArray]:
+    """Return a value of one device on another."""
+    received: asyncio.Future[CudaArray] = device._future_of(lambda deliver: device.receive(value, source, deliver))
+    return received
+
+
+async def test_a_small_value_goes_to_another_card_without_a_ticket(cupy: FakeCupy) -> None:
+    """Streams wait for events; the host hears of the end by the next fetch, which says so of both cards."""
+    async with opened(cupy) as one, opened(cupy, 1, physical=1) as other:
+        x = computed(one, lambda: cupy.full(8, 2.0))
+        before = len(cupy.engine.launches)
+        y = await sent(other, x, one)
+        names = [name for _, name in cupy.engine.launches[before:]]
+        assert names == ["eventRecord", "streamWaitEvent", "memcpyPeerAsync", "eventRecord"]
+        await turns()
+        assert len(cupy.engine.launches) == before + 4 and other.peer.pending and not one.has_ended()
+        z = computed(other, lambda y: y + 1, y)
+        del x, y
+        assert np.array_equal(await fetched(other, z), np.full(8, 3.0))
+        assert one.has_ended() and other.has_ended() and not other.peer.pending
+
+
+@pytest.mark.parametrize("size", [8, 4096, copies.KEPT_BYTES])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+async def test_memory_of_a_value_that_is_sent_is_not_used_before(seed: int, size: int) -> None:
+    """Both hosts drop it at once, and allocate the same size again and again; the copies have not begun."""
+    with FakeCupy(devices=2, seed=seed, nbytes=64 << 20) as cupy:
+        async with opened(cupy) as one, opened(cupy, 1, physical=1) as other:
+            cupy.pause()
+            sums = []
+            for number in range(6):
+                x = computed(one, lambda number=number: cupy.full(size, float(number)))
+                y = await sent(other, x, one)
+                del x
+                computed(one, lambda: cupy.full(size, -1.0))
+                sums.append(computed(other, lambda y: y.sum(), y))
+                del y
+                computed(other, lambda: cupy.full(size, -2.0))
+                await turns(number % 3)
+            cupy.resume()
+            assert [float(await fetched(other, each)) for each in sums] == [size * number for number in range(6)]
+
+
+async def test_small_values_from_another_card_make_room(cupy: FakeCupy) -> None:
+    """They are kept for the next ticket; an allocation that finds no room lets the streams wait instead."""
+    value = np.ones(1024)
+    limit = 4 * value.nbytes
+    async with opened(cupy) as one, opened(cupy, 1, physical=1, memory_limit=limit) as other:
+        x = computed(one, lambda: cupy.full(1024, 2.0))
+        cupy.pause()
+        places = set()
+        for _ in range(12):
+            y = await sent(other, x, one)
+            places.add(y.array.data.ptr)
+            del y
+            await turns(1)  # the future's callback refers to it, too
+        assert len(places) == 4 and other.memory.used <= limit
+        cupy.resume()
+
+
+async def test_a_value_on_its_way_from_a_lost_card(cupy: FakeCupy) -> None:
+    async with opened(cupy) as one, opened(cupy, 1, physical=1) as other:
+        x = computed(one, lambda: cupy.full(8, 2.0))
+        cupy.pause()
+        y = await sent(other, x, one)
+        cupy.fail_device(0)
+        cupy.resume()
+        with pytest.raises(DeviceLostError, match="cuda:0 is lost"):
+            await fetched(one, x)
+        with pytest.raises(DeviceLostError, match="cuda:0 is lost"):
+            await sent(other, x, one)
+        assert not one.has_ended()
+        del y
+
+
 @pytest.mark.parametrize("copy", ["receive", "feed"])
 @pytest.mark.parametrize(("used_on", "is_kept"), [(None, True), (0, False), (1, True)])
 async def test_memory_that_a_copy_fills_is_kept_until_its_home_waits_for_the_copy(
@@ -388,6 +529,7 @@ async def test_memory_that_a_copy_fills_is_kept_until_its_home_waits_for_the_cop
             if total is not None:
                 assert await fetched(other, total) == 8192.0
             del total
+            other.when_done(lambda _error: None)  # small values from other cards wait for the next ticket
             await until(lambda: other.memory.used == used)
 
 
@@ -507,12 +649,19 @@ async def test_a_run_that_copied_nothing_takes_one_ticket(cupy: FakeCupy, monkey
         await until(lambda: not device.h2d.pending and not device.d2h.pending)
         monkeypatch.setattr(CudaStream, "notify", counted)
         ended = asyncio.Event()
+        launch(device)
         device.when_done(lambda _error: ended.set())
         await ended.wait()
         assert asked == ["cuda:0/compute"]
         asked.clear()
+        ended.clear()
+        device.when_done(lambda _error: ended.set())
+        assert not ended.is_set()
+        await ended.wait()
+        assert asked == []
         cupy.pause()
-        x = device.copy_in(np.zeros(3), "x")
+        launch(device)
+        x = device.copy_in(LARGE, "x")
         asked.clear()
         ended.clear()
         device.when_done(lambda _error: ended.set())

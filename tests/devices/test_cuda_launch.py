@@ -127,7 +127,8 @@ async def test_a_stream_waits_once_for_a_value_that_was_copied_in(cupy: FakeCupy
         for launch in launches * 5:
             launch(x)
         waits = [name for _, name in cupy.engine.launches[before:] if name == "streamWaitEvent"]
-        assert len(waits) == streams
+        # With one stream a small value is copied there, and with two on a third.
+        assert len(waits) == (0 if streams == 1 else 2)
 
 
 async def test_values_of_another_device_are_refused(cupy: FakeCupy) -> None:

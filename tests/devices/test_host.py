@@ -132,12 +132,12 @@ def test_values_that_a_region_saves_and_finds_again_are_no_views() -> None:
 def test_a_hazard_in_a_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimDevice, "order", lambda *_: None)
     with af.Graph() as graph:
-        x = af.placeholder("float32", (8, 8))
+        x = af.placeholder("float32", (64, 64))  # a smaller one is copied on the stream of the region
         y = af.tanh(x @ x) @ x
 
     async def main() -> None:
         async with af.Session(graph) as session:
-            await session.run(y, {x: np.eye(8, dtype=np.float32)})
+            await session.run(y, {x: np.eye(64, dtype=np.float32)})
 
     with (
         virtual_clock("v100", launches="regions") as clock,

@@ -488,7 +488,7 @@ def test_closing_waits_for_what_there_is_and_refuses_more(device: SimDevice, loo
     assert loop.run_until_complete(device.aclose(1.0))
     with pytest.raises(SessionClosedError, match="sim:0/compute is closed"):
         zeros(device, 8)
-    with pytest.raises(SessionClosedError, match="sim:0/d2h is closed"):
+    with pytest.raises(SessionClosedError, match="sim:0/compute is closed"):
         x.to_host(lambda *_: None)
 
 

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pytest
 
-from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.device import IN_ORDER_BYTES, SimDevice
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray, SimOpaque, poison
 from asyncflow.errors import HazardError, InternalError
@@ -69,7 +69,7 @@ def test_a_read_without_a_wait_is_found(machine: SimMachine) -> None:
 @pytest.mark.parametrize("read", ["fetch", "receive"])
 def test_a_copy_without_a_wait_is_found(machine: SimMachine, read: str) -> None:
     one, other = SimDevice(machine, 0), SimDevice(machine, 1)
-    x = array(one)
+    x = array(one, size=IN_ORDER_BYTES)
     if read == "fetch":
         with pytest.raises(HazardError, match=r"reads 'make' on stream sim:0/d2h .* on stream sim:0/compute;"):
             x.to_host(lambda *_: None)
@@ -83,7 +83,7 @@ def test_a_copy_without_a_wait_is_found(machine: SimMachine, read: str) -> None:
 @pytest.mark.usefixtures("unordered")
 def test_a_kernel_that_does_not_wait_for_a_copy_is_found(machine: SimMachine) -> None:
     device = SimDevice(machine)
-    x = device.copy_in(np.ones(4))
+    x = device.copy_in(np.ones(IN_ORDER_BYTES))
     with pytest.raises(HazardError, match="'feed' writes it on stream sim:0/h2d"):
         bind(device, np.negative)(x)
 
@@ -189,9 +189,30 @@ def test_a_wait_by_the_pools_stream_is_as_good(machine: SimMachine, monkeypatch:
 def test_memory_for_a_copy_may_still_be_in_use_by_compute(machine: SimMachine) -> None:
     device = SimDevice(machine)
     x = array(device)
-    fed = device.copy_in(np.ones(3))
+    fed = device.copy_in(np.ones(IN_ORDER_BYTES))
     assert fed.written.started_ns >= x.written.time_ns
     assert device.h2d.has_seen(x.written)
+
+
+def test_memory_for_a_copy_is_free_where_the_host_has_seen_the_end_of_compute(machine: SimMachine) -> None:
+    """Then the copy waits for nothing, and the host makes no event."""
+    device = SimDevice(machine)
+    x = array(device)
+    machine.loop.run_until_complete(x.written.wait())
+    events = device.thread.calls["event"]
+    device.copy_in(np.ones(IN_ORDER_BYTES))
+    assert device.thread.calls["event"] == events and machine.hazards == []
+
+
+@pytest.mark.usefixtures("unordered")
+def test_a_small_copy_needs_no_wait(machine: SimMachine) -> None:
+    """The copy is on the stream of its readers, also where the copy is the last use of its memory."""
+    device = SimDevice(machine)
+    x = device.copy_in(np.ones(3))
+    y = bind(device, np.negative)(x)
+    del x
+    y.to_host(lambda *_: None)
+    assert {y.written.stream, *(y.storage.readers or {})} == {device.compute} and machine.hazards == []
 
 
 def test_closed_devices_are_forgotten(machine: SimMachine) -> None:

@@ -235,7 +235,7 @@ def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: boo
         assert len(gate._ages) == 1
         return [await older, await machine.train(1)]
 
-    limit = (16 if regions else 13) * SMALL  # where a second run lacks memory that no copy will make free
+    limit = (15 if regions else 13) * SMALL  # where a second run lacks memory that no copy will make free
     np.testing.assert_array_equal(on_machine(main, limit=limit, regions=regions), expected[:2])
 
 

@@ -220,6 +220,25 @@ class Engine:
             self.condition.notify_all()
         return item
 
+    def do_spoiling(self, queue: Queue) -> None:
+        """Do the spoiling of freed memory that only waits for its turn, before the memory is used again.
+
+        On a card nothing is done to freed memory. So where all work before is done, other streams need not wait for
+        this one to use it. Where some work is left, the poison stays behind that, and shows a wait that is missing.
+        """
+        with self.condition:
+            running = queue.running
+            if running is not None and running.kind is Kind.INTERNAL:
+                self.condition.wait_for(lambda: queue.running is not running)
+            elif running is not None and running.kind is Kind.WORK:
+                return
+            for item in queue.items:
+                if item.kind is Kind.WORK or not all(other.done for other in item.after):
+                    return
+                if item.name == "poison" and item.work is not None:
+                    item.work()
+                    item.work = None
+
     def _legacy_order(self, queue: Queue) -> list[Item]:
         """The legacy null stream and the blocking streams of a device take turns."""
         if queue.null:

@@ -339,6 +339,8 @@ class DevicePool:
     def malloc(self, size: int) -> MemoryPointer:
         size = -(-size // UNIT) * UNIT
         stream = self._platform.current_stream().ptr
+        with self._locked():  # which takes back what was dropped, and finalizes nothing meanwhile
+            self._platform.engine.do_spoiling(self._platform.engine.queue(stream, self._device))
         chunk = self._reuse(size, stream)
         if chunk is None:
             chunk = Chunk(self._grow(size), 0, size, stream)

@@ -99,9 +99,9 @@ class Values:
         if not self._is_alone:
             self.stream.note_launched()
             self._device.hold(self.stream, *[x.array for x in arguments if type(x) is CudaArray])
-        opaque = [x for x in arguments if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone)]
-        if opaque:
-            self.stream.hold(*opaque)
+        for x in arguments:
+            if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone):
+                self.stream.hold(x)
 
     def wrapped(self, output: Value, name: str) -> Placed:
         """Return the device value for a kernel's output."""

@@ -1,7 +1,7 @@
 """A CUDA device: CuPy's kernels on streams of its own, for which the event loop never waits.
 
 One invariant keeps it simple: *a value is valid in the order of its compute stream*. A kernel counts as done once it is
-launched. Only copies (to and from the host, from other devices) and reading a value touch events; each of them records
+launched. Only large copies (to and from the host), copies from other devices and tickets touch events; a copy records
 on the producer, waits on the consumer, and keeps the memory referenced until the event has completed.
 
 Memory is taken from the pool while a compute stream is CuPy's current one. So freed memory is used again in the order
@@ -394,6 +394,8 @@ class CudaDevice(Progress):
         at once. Streams then overlap less, so only an allocation that finds no room asks for it.
         """
         enough = self.memory.used - nbytes
+        for stream in self._copying:
+            stream.note_launched()  # all that it holds belongs to copies that it has
         for stream in (*self.compute_streams, self.peer, self.d2h, self.h2d):
             for _ in stream.hand_over(self._heirs):
                 if self.memory.used <= enough:
@@ -443,12 +445,15 @@ class CudaDevice(Progress):
         """`timed`, for a kernel that is not launched."""
         return _UNTIMED if self._spans is None else HostSpan(name, self._spans)
 
-    def timed(self, stream: CudaStream, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Record begin and end of the work that is given to `stream` inside the block, if spans are recorded."""
+    def timed(self, stream: CudaStream, name: str, nbytes: int = 0, role: str = "") -> AbstractContextManager[None]:
+        """Record begin and end of the work that is given to `stream` inside the block, if spans are recorded.
+
+        Timelines show the work on the stream of that `role`, or else on its own.
+        """
         if self._spans is None:
             return _UNTIMED
         self.launched += 2  # its events take as much room in the stream as kernels do
-        return PendingSpan(self._clock, stream, name, self._roles[stream], nbytes, self._spans)
+        return PendingSpan(self._clock, stream, name, role or self._roles[stream], nbytes, self._spans)
 
 
 def _is_on_loop() -> bool:

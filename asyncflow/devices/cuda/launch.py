@@ -75,6 +75,7 @@ class CudaLauncher:
                     convert = values.raw if index - first in info.host_inputs else values.uploaded
                     raw[index] = convert(args[index], info.name)
                 device.launched += 1
+                values.stream.work.given += 1
                 device.memory.requests.kernels += info.kernels
                 with device.timed(values.stream, info.name):
                     result = self._kernel(*raw)
@@ -195,6 +196,7 @@ class CudaRegionLauncher:
                 self._values.hold(args)
                 with stream, device.timed(stream, info.name):
                     device.launched += info.code.launches
+                    stream.work.given += 1
                     return self._outputs(function(*self._inputs(args)))
             except RuntimeError as error:
                 raise device.cause_of(error)  # noqa: B904 - which has its cause
@@ -218,6 +220,7 @@ class CudaRegionLauncher:
                     self._values.hold(args)
                     device.check()
                     device.pool.label = info.name
+                    stream.work.given += 1
                     captured = 0 if region is None else region.slices
                     try:
                         with stream, device.timed(stream, info.name):

@@ -91,13 +91,27 @@ class Progress(LaunchingDevice["CudaStream"]):
         """None: `when_done` says that all work launched before it is called has ended, whoever launched it."""
         return None
 
+    def has_ended(self) -> bool:
+        """Return True if all work launched so far is known to have ended."""
+        for stream in self.compute_streams:
+            if not stream.is_idle:
+                return False
+        for stream in self._copying:
+            if stream.pending:
+                return False
+        return self._lost is None
+
     def when_done(
         self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
     ) -> None:
         """Call ``done(error)`` once, never before this returns, when all work launched has ended."""
         del mark, elsewhere
         # Every copy has a ticket; a stream without any has nothing to do.
-        busy = [*self.compute_streams, *[stream for stream in self._copying if stream.pending]]
+        busy = [stream for stream in self.compute_streams if not stream.is_idle]
+        busy += [stream for stream in self._copying if stream.pending]
+        if not busy:
+            asyncio.get_running_loop().call_soon(done, None if self._lost is None else self._loss())
+            return
         left = len(busy)
         failure: BaseException | None = None
 

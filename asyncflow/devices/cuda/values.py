@@ -127,6 +127,11 @@ class CudaArray(DeviceArray):
             self._event = self.stream.record()
         return self._event
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if `written` has an event already: later work of the stream is not before it."""
+        return self._event is not None
+
     def order(self, stream: CudaStream) -> None:
         """Let work given to `stream` from now on find the array written."""
         if self.stream is not stream and stream not in self._followers:

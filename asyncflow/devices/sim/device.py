@@ -60,6 +60,9 @@ from asyncflow.values import Array, Kernel, Value
 
 _NS_PER_S = 1e9
 
+IN_ORDER_BYTES = 4096
+"""Size of the largest value that is copied on the compute stream; see `SMALL_BYTES` of a CUDA device's copies."""
+
 _FARTHEST_AHEAD_NS = 1_000_000
 """Nanoseconds that the host may be ahead of the clock before launching has to pause."""
 
@@ -228,7 +231,8 @@ class SimDevice(Timeline):
         data = value.copy() if has_data else None
         # Refused before the copy is on a stream: `Storage` would refuse it with the link already occupied.
         self.memory.check(value.nbytes, name)
-        return self.copied_in(data, value.dtype, value.shape, name, after=None)
+        stream = self.compute if self._is_in_order(value.nbytes) else self.h2d
+        return self.copied_in(data, value.dtype, value.shape, name, after=None, stream=stream)
 
     def copy_to_host(self, value: SimArray, deliver: Deliver) -> None:
         """Copy an array to the host: at the copy's end, ``deliver(array, error)`` is called once.
@@ -240,7 +244,9 @@ class SimDevice(Timeline):
             HazardError: memory was freed too early, since the last call.
         """
         self.machine.check()
-        self.when_over(self.copy_out(value), self._told, _deliver_copy, value, deliver)
+        is_last = value.written.stream in self.compute_streams and not value.followers
+        stream = value.written.stream if is_last and self._is_in_order(value.nbytes) else self.d2h
+        self.when_over(self.copy_out(value, stream), self._told, _deliver_copy, value, deliver)
 
     def copy_state_out(self, nbytes: int, name: str, deliver: Deliver) -> None:
         """Take the time of a copy of so much state to the host, behind all that has written state by now."""
@@ -354,13 +360,14 @@ class SimDevice(Timeline):
             return not value.shape and (self._is_card or value.dtype.kind in "biu")
         return stays_on_host(value) or (self._is_card and np.ndim(value) == 0)
 
-    def copy_out(self, value: SimArray) -> SimEvent:
-        """Copy an array to the host, on ``d2h``."""
+    def copy_out(self, value: SimArray, stream: SimStream | None = None) -> SimEvent:
+        """Copy an array to the host, on ``d2h`` or another stream."""
+        stream = stream or self.d2h
         self._pack(value)
-        self.settle_on(self.d2h, value)
-        self.order(self.d2h, (value.written,))
+        self.settle_on(stream, value)
+        self.order(stream, (value.written,))
         lanes = (self._engine_out, self.machine.lane(f"{self.name} to host"))
-        event = self._copy(self.d2h, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name)
+        event = self._copy(stream, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name, role="d2h")
         self._read(value, event)
         return event
 
@@ -372,14 +379,16 @@ class SimDevice(Timeline):
         name: str,
         after: SimEvent | None,
         call: Literal["copy", "transfer"] = "copy",
+        stream: SimStream | None = None,
     ) -> SimArray:
-        """An array of the host on the device, copied on ``h2d``; `call` is what the host does for it."""
-        self._own_memory(self.h2d)
+        """An array of the host on the device, copied on ``h2d`` or `stream`; `call` is what the host does for it."""
+        stream = stream or self.h2d
+        self._own_memory(stream)
         if after is not None:
-            self.order(self.h2d, (after,))
+            self.order(stream, (after,))
         nbytes = math.prod(shape) * dtype.itemsize
         lanes = (self._engine_in, self.machine.lane(f"host to {self.name}"))
-        event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name, call)
+        event = self._copy(stream, lanes, self._host_copy_s(nbytes), nbytes, name, call, "h2d")
         return self._filled(data, dtype, shape, event, name)
 
     def through_disk(self, nbytes: int, name: str, after: SimEvent | None = None) -> SimEvent:
@@ -425,8 +434,14 @@ class SimDevice(Timeline):
 
     def _own_memory(self, stream: SimStream) -> None:
         """Let `stream` write to memory allocated now: compute, for which it is allocated, may still be using it."""
-        self.thread.spend("event")
-        stream.wait(self.compute.end())
+        end = self.compute.end()
+        if stream is not self.compute and not self.machine.host.has_seen(end):
+            self.thread.spend("event")
+            stream.wait(end)
+
+    def _is_in_order(self, nbytes: int) -> bool:
+        """Return True if a CUDA device would copy a value between card and host in the order of its kernels."""
+        return self._is_card and nbytes <= IN_ORDER_BYTES and len(self.compute_streams) == 1
 
     def _copy(
         self,
@@ -436,6 +451,7 @@ class SimDevice(Timeline):
         nbytes: int,
         name: str,
         call: Literal["copy", "transfer"] = "copy",
+        role: str = "",
     ) -> SimEvent:
         duration_ns = self.machine.duration_ns(seconds)
         ready_ns = stream.ready_ns(self.thread.spend(call))
@@ -443,7 +459,7 @@ class SimDevice(Timeline):
         event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)
         for lane in lanes:
             lane.occupy(event.started_ns, event.time_ns, self.machine.now_ns())
-        self._record(event, nbytes)
+        self._record(event, nbytes, role)
         return event
 
     def _read(self, value: SimArray, event: SimEvent) -> None:

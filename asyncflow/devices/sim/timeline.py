@@ -277,9 +277,9 @@ class Timeline(LaunchingDevice[SimStream]):
         counted: Sequence[Span] = spans
         return counted if type(spans) is CountedSpans else NotedSpans(spans)
 
-    def _record(self, event: SimEvent, nbytes: int) -> None:
+    def _record(self, event: SimEvent, nbytes: int, role: str = "") -> None:
         if self._spans is not None:
-            self._note(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes)
+            self._note(event.label, role or self._roles[event.stream], event.started_ns, event.time_ns, nbytes)
 
     def _note(self, label: str, role: str, started_ns: int, ended_ns: int, nbytes: int = 0) -> None:
         """Record work, the time at which the host launches it, and the bytes that the device holds then."""

@@ -166,6 +166,14 @@ class PartitionRun(ABC):
         except BaseException as error:
             deliver(None, error)
 
+    def has_ended(self) -> bool:
+        """Return True if an asynchronous device is known to have ended its work, so that nothing need ask for that."""
+        try:
+            return self.asynchronous is not None and self.asynchronous.has_ended()
+        except BaseException as error:
+            self.fail(error)
+            return False
+
     def has_launched(self, then: Callable[[], None]) -> bool:
         """Return True if an asynchronous device may still work for this; ``then()`` is called when it has ended."""
         if self.asynchronous is None or self._ended is self.launched:
@@ -255,7 +263,7 @@ class PartitionRun(ABC):
         own = self.run.own_context
         return (work, args) if own is None else (own.copy().run, (work, *args))
 
-    def recording(self, spans: Spans | None) -> AbstractContextManager[None]:
+    def recording(self, spans: Spans | None) -> AbstractContextManager[object]:
         """Inside, an asynchronous device records into `spans`."""
         return nullcontext() if self.asynchronous is None else recording(self.asynchronous, spans)
 

@@ -389,6 +389,8 @@ class Run:
         undrained, self._undrained = self._undrained, []
         self._is_busy = True
         for executor in undrained:
+            if executor.has_ended():  # as a value told that was fetched last
+                continue
             # What was launched before a stop is not told apart from what other runs launched.
             executor.when_done(None if executor.stopped else executor.launched, then=self.on_quiet)
         self._is_busy = False

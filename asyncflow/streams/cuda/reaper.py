@@ -68,11 +68,13 @@ class Ticket:
         counts: True if a thread can sleep on the event; few events allow that.
         mailbox: of the loop that it is delivered on.
         is_over: it was delivered.
+        given: the stream's `StreamWork.given` at the point; 0 for an older point.
     """
 
     deliver: Notice | None
     holds: tuple[object, ...] = ()
     event: PooledEvent | None = None
+    given: int = 0
     error: BaseException | None = None
     counts: bool = False
     mailbox: Mailbox[Ticket] | None = None
@@ -94,6 +96,44 @@ class Ticket:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class StreamWork:
+    """A count of the work of a stream, with the objects to hold for that; on the thread of the event loop.
+
+    Code that gives a stream work, or makes it wait, adds to `given`. So equal numbers say that nothing is left to do.
+    Then neither the host nor another stream has to wait for the stream, and no event is recorded.
+
+    Attributes:
+        given: a number that grows with each piece of work, from before the launch on.
+        passed: the number that a delivered ticket has shown to be done.
+        held: objects for the next ticket.
+        launched: number of these, the first ones, that belong to work that the stream has.
+        is_due: the end of the turn gives a ticket, if no other did before.
+        follows: work of other streams that this stream has waited for: by its own number, and that of the other work.
+    """
+
+    given: int = 0
+    passed: int = 0
+    held: list[object] = field(default_factory=list)
+    launched: int = 0
+    is_due: bool = False
+    follows: deque[tuple[int, StreamWork, int]] = field(default_factory=deque)
+
+    def follow(self, other: StreamWork, number: int) -> None:
+        """Note that work from now on comes after another stream's work up to `number`."""
+        self.follows.append((self.given, other, number))
+
+    def pass_to(self, number: int) -> None:
+        """Note that work up to `number` is done, and so all work that the stream had waited for by then."""
+        self.passed = max(self.passed, number)
+        while self.follows and self.follows[0][0] <= self.passed:
+            _, other, reached = self.follows.popleft()
+            other.pass_to(reached)
+        if self.passed == self.given:
+            self.held.clear()
+            self.launched = 0
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Reaper(Lifecycle):
     """The tickets of one CUDA stream, and the thread that completes them in order.
 
@@ -112,6 +152,7 @@ class Reaper(Lifecycle):
         lost: what the device failed with, if it did.
         in_flight: tickets not delivered yet, the oldest first.
         queued: number of these that the thread has, the oldest ones.
+        work: of the stream.
     """
 
     cupy: InitVar[Cupy]
@@ -124,9 +165,8 @@ class Reaper(Lifecycle):
     _asleep: int = 0
     in_flight: deque[Ticket] = field(default_factory=deque)
     queued: int = 0
+    work: StreamWork = field(default_factory=StreamWork)
     _flag: Flag | None = None
-    _held: list[object] = field(default_factory=list)
-    _launched: int = 0
     _mailbox: Mailbox[Ticket] | None = None
     _queue: SimpleQueue[Ticket | None] = field(default_factory=SimpleQueue)
     _end: PooledEvent | None = None
@@ -145,7 +185,7 @@ class Reaper(Lifecycle):
     @property
     def pending(self) -> int:
         """Number of tickets not delivered yet; all held objects together count as one."""
-        return len(self.in_flight) + bool(self._held)
+        return len(self.in_flight) + bool(self.work.held)
 
     @property
     def is_used(self) -> bool:
@@ -174,29 +214,44 @@ class Reaper(Lifecycle):
             RuntimeError: tickets of a different loop are pending.
         """
         self.refuse_if_closed()
-        loop = asyncio.get_running_loop()
+        loop, work = asyncio.get_running_loop(), self.work
         self._mailbox_of(loop)
-        if not self._held:
+        if not work.is_due:
+            work.is_due = True
             loop.call_soon(self.flush)  # an event for each object would cost more than most launches
-        self._held.extend(holds)
+        work.held.extend(holds)
+
+    def keep(self, holds: tuple[object, ...]) -> None:
+        """Refer to `holds` until all work that the stream has by now is done, or longer: up to the next ticket's end.
+
+        That ticket is the one of the run's end at the latest. So this is for objects that no code waits for.
+
+        Raises:
+            SessionClosedError: stopped, or forked.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self.refuse_if_closed()
+        self._mailbox_of(asyncio.get_running_loop())
+        self.work.held.extend(holds)
 
     def flush(self) -> None:
         """Give the ticket for the held objects."""
-        if self._held:
+        self.work.is_due = False
+        if self.work.held:
             assert self._mailbox is not None
             self._enter(Ticket(None), self._mailbox)
 
     def note_launched(self) -> None:
         """Note that all held objects belong to work that the stream has."""
-        self._launched = len(self._held)
+        self.work.launched = len(self.work.held)
 
     def flush_launched(self) -> None:
         """Give a ticket for the objects held before `note_launched`, ahead of the end of the turn."""
-        launched, self._launched = self._launched, 0
+        launched, self.work.launched = self.work.launched, 0
         if launched:
             assert self._mailbox is not None
-            holds = tuple(self._held[:launched])
-            del self._held[:launched]
+            holds = tuple(self.work.held[:launched])
+            del self.work.held[:launched]
             self._enter(Ticket(None, holds, self._marked()), self._mailbox)
 
     def record(self, *, for_ticket: bool = False) -> PooledEvent:
@@ -229,6 +284,7 @@ class Reaper(Lifecycle):
         """
         if self.lost is not None:
             raise self.lost.with_traceback(None)
+        self.work.given += 1
         try:
             self.events.runtime.streamWaitEvent(self.raw.ptr, event.raw.ptr)
         except Exception as exc:
@@ -311,6 +367,8 @@ class Reaper(Lifecycle):
         try:
             if ticket.error is not None:
                 self._tell()
+            elif ticket.given:
+                self.work.pass_to(ticket.given)
         finally:
             ticket.finish()
 
@@ -324,10 +382,12 @@ class Reaper(Lifecycle):
 
     def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
         if ticket.event is None:
-            if self._held:
-                ticket.holds = (*self._held, *ticket.holds)
-                self._held.clear()
-                self._launched = 0
+            work = self.work
+            if work.held:
+                ticket.holds = (*work.held, *ticket.holds)
+                work.held.clear()
+                work.launched = 0
+            ticket.given = work.given
             ticket.event = self._marked()
         ticket.counts = ticket.event is not None and ticket.event.sleeps
         self._asleep += ticket.counts

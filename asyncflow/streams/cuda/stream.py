@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Protocol
 from asyncflow.errors import InternalError
 from asyncflow.streams.cuda.card import PhysicalCard, card_of
 from asyncflow.streams.cuda.pooled_event import PooledEvent
-from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
+from asyncflow.streams.cuda.reaper import Notice, Reaper, StreamWork, Ticket
 from asyncflow.streams.failures import KeptFailures, without_this_frame
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Event
@@ -90,6 +90,7 @@ class CudaStream:
         on_lost: called with the error, once and on the event loop, when the device has failed.
         failures: of enqueued work.
         raw: the ``cupy.cuda.Stream``.
+        work: a count of its work; code that launches without `enqueue` adds to ``work.given`` before.
 
     Raises:
         CUDARuntimeError: there is no such device, or it fails.
@@ -101,6 +102,7 @@ class CudaStream:
     pool: CupyPool | None = None
     on_lost: Callable[[BaseException], object] | None = None
     raw: Raw = field(init=False)
+    work: StreamWork = field(init=False)
     failures: KeptFailures = field(default_factory=KeptFailures)
     _failed: int = 0
     _closed: bool = False
@@ -115,6 +117,7 @@ class CudaStream:
         tell = partial(_tell, weakref.ref(self))
         self._reaper = Reaper(self.name, self.cupy, self.physical, self.raw, self._card.events, tell)
         self._reaper.watch(self)
+        self.work = self._reaper.work
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.name} on device {self.physical}, {self.pending} pending>"
@@ -167,7 +170,14 @@ class CudaStream:
     @property
     def pending(self) -> int:
         """Number of tickets not delivered yet; work without a ticket does not count."""
-        return self._reaper.pending
+        return len(self._reaper.in_flight) + bool(self.work.held)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if all work given so far is known to be done, and nothing is held for it."""
+        work = self.work
+        # Objects may be held for work of other streams, which this one has not waited for.
+        return work.given == work.passed and not (work.held or self._reaper.in_flight)
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
         """Call ``work(*args)`` now, with this stream active: the call launches.
@@ -179,6 +189,7 @@ class CudaStream:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
         """
         self._reaper.refuse_if_closed()
+        self.work.given += 1
         try:
             with self:
                 work(*args)
@@ -214,6 +225,9 @@ class CudaStream:
             raise lost.with_traceback(None)  # that device is lost, and this one need not be
         if event.stream is not self and not event.seen_done:
             self._reaper.follow(event.point)
+            # Points inside a launch have no number: work of that launch comes after them.
+            if event.given:
+                self.work.follow(event.stream.work, event.given)
 
     def stop(self) -> None:
         """Refuse further work; finish the work already given. Idempotent, never blocks."""
@@ -275,7 +289,7 @@ class CudaStream:
         reaper = self._reaper
         reaper.refuse_if_closed()
         point = reaper.record(for_ticket=True)  # first: if it raises, no ticket was given
-        reaper.give(Ticket(deliver, holds, point))
+        reaper.give(Ticket(deliver, holds, point, self.work.given))
         return CudaEvent(self, point, self._failed)
 
     def hold(self, *holds: object) -> None:
@@ -286,6 +300,15 @@ class CudaStream:
             RuntimeError: tickets of a different loop are pending.
         """
         self._reaper.hold(holds)
+
+    def keep(self, *holds: object) -> None:
+        """Refer to ``holds`` until the next ticket after the work given so far, which a run gives at its end.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self._reaper.keep(holds)
 
     def note_launched(self) -> None:
         """Note, before a launch, that all held objects belong to earlier launches."""
@@ -353,12 +376,14 @@ class CudaEvent:
         point: the same point for objects that must not keep the stream alive, such as tickets.
         seen_done: True once a holder of this object has found the work done; sightings of the ticket's thread depend on
             time and do not count.
+        given: `StreamWork.given` of the point, if no launch was under way there; 0 if it is not known.
     """
 
     stream: CudaStream
     point: PooledEvent
     _failed: int
     seen_done: bool = False
+    given: int = 0
 
     def done(self) -> bool:
         """Return True if all work before this point is done; never blocks.

@@ -48,6 +48,7 @@ class HostDriver:
         values.hold(self.args)
         with recording(device, self.spans), values.stream, device.timed(values.stream, info.name):
             device.launched += info.code.launches
+            values.stream.work.given += 1
             return launch(*arguments)
 
     async def fetched(self, value: Value) -> Placed:

@@ -2,7 +2,7 @@
 
 Each kind has a stream of its own. A copy waits, on its stream, for the writer of its source and for earlier users of
 its target's memory. A ticket keeps both ends until it is done, the target as `Landing` says; the event loop waits for
-nothing.
+nothing. Small values between card and host are copied on the compute stream instead, where nothing has to wait.
 
 The host's end is pinned memory. Small values are copied there at once. Large values go through it in pieces, which the
 device's host thread fills or empties while the next piece is copied.
@@ -48,6 +48,9 @@ SMALL_BYTES = 4096
 """Size of the largest values with pinned memory of their own, which large ones cannot use up."""
 
 SMALL_PINNED_BYTES = 512 << 10
+
+KEPT_BYTES = 64 << 10
+"""Size of the largest value between cards that waits in memory for the next ticket, and gives none of its own."""
 
 _AHEAD = 2
 """Pieces of one value that are on their way to the host at a time: one is copied while the other is emptied."""
@@ -124,6 +127,11 @@ class CudaCopies:
         try:
             array = self.new(value.shape, value.dtype, name)
             np.copyto(buffer.view(value.dtype, value.shape), value)
+            if self._is_small(buffer):
+                kind = self._runtime.memcpyHostToDevice
+                self._copy(device.compute, array.data.ptr, buffer.ptr, value.nbytes, kind, name, "h2d")
+                device.compute.keep(buffer)
+                return CudaArray(array, device, device.compute, name)
             self._own(self._h2d)
             landing = Landing(array, device.compute)
             landed = self._copy_in(landing, 0, buffer, name)
@@ -181,12 +189,18 @@ class CudaCopies:
         if buffer is None:
             self._spawn(self._fetch_in_pieces(value, self._device.recorded()), deliver)
             return
+        source = value.stream
+        # Behind everything that its stream has been given: then the end of the copy is the end of all that.
+        is_last = not value.is_recorded
+        stream = source if is_last and self._is_small(buffer) else self._d2h
         try:
             array = self.contiguous(value)
-            self._copy_out(value, array, 0, buffer)
+            self._copy_out(value, array, 0, buffer, stream)
         except Exception:
             buffer.free()
             raise
+        if is_last and stream is not source:
+            stream.work.follow(source.work, source.work.given)
 
         def emptied() -> CupyArray:
             try:
@@ -194,7 +208,7 @@ class CudaCopies:
             finally:
                 buffer.free()
 
-        self._d2h.notify(self.told(emptied, deliver), array, buffer)
+        stream.notify(self.told(emptied, deliver), array, buffer)
 
     def told(self, read: Callable[[], Placed], deliver: Deliver) -> Callable[[BaseException | None], None]:
         """Return a notice that delivers the result of ``read()``, or the reason for its absence."""
@@ -212,10 +226,12 @@ class CudaCopies:
 
         return notice
 
-    def _copy_out(self, value: CudaArray, array: CupyArray, offset: int, buffer: PinnedBuffer) -> None:
-        value.order(self._d2h)
+    def _copy_out(
+        self, value: CudaArray, array: CupyArray, offset: int, buffer: PinnedBuffer, stream: CudaStream
+    ) -> None:
+        value.order(stream)
         kind = self._runtime.memcpyDeviceToHost
-        self._copy(self._d2h, buffer.ptr, array.data.ptr + offset, buffer.nbytes, kind, value.name)
+        self._copy(stream, buffer.ptr, array.data.ptr + offset, buffer.nbytes, kind, value.name, "d2h")
 
     async def _fetch_in_pieces(self, value: CudaArray, spans: Spans | None) -> Placed:
         device = self._device
@@ -245,7 +261,7 @@ class CudaCopies:
         """Give the copy of a piece to the stream; the future is that of its end."""
         try:
             self._device.check()
-            self._copy_out(value, array, offset, buffer)
+            self._copy_out(value, array, offset, buffer, self._d2h)
         except Exception:
             buffer.free()
             raise
@@ -282,7 +298,12 @@ class CudaCopies:
             raise source.cause_of(device.cause_of(error))  # noqa: B904 - which has its cause
 
     def _received(self, value: CudaArray, source: CudaDevice) -> CudaArray:
-        return self.copied(source.copies.contiguous(value), source.physical, value.name, value.order)
+        array = source.copies.contiguous(value)
+        writer, is_last = value.stream, not value.is_recorded
+        received = self.copied(array, source.physical, value.name, value.order)
+        if is_last and array.nbytes:
+            received.written.stream.work.follow(writer.work, writer.work.given)
+        return received
 
     def copied(
         self, there: CupyArray, card: int, name: str, order: Callable[[CudaStream], object], *holds: object
@@ -309,11 +330,17 @@ class CudaCopies:
         else:
             self._copy_from_card(card, target, origin, nbytes, name)
         landing = Landing(here, device.compute)
-        peer.hold(landing, there, *holds)
-        return CudaArray(here, device, peer, name, peer.record(), landing)
+        if nbytes <= KEPT_BYTES:
+            peer.keep(landing, there, *holds)
+        else:
+            peer.hold(landing, there, *holds)
+        written = peer.record()
+        written.given = peer.work.given  # no launch is under way on this stream
+        return CudaArray(here, device, peer, name, written, landing)
 
     def _copy_from_card(self, card: int, target: int, origin: int, nbytes: int, name: str) -> None:
         device, stream = self._device, self._peer
+        stream.work.given += 1
         with stream, device.timed(stream, name, nbytes):
             self._runtime.memcpyPeerAsync(target, device.physical, origin, card, nbytes, stream.raw.ptr)
         device.launched += _LAUNCHES
@@ -366,6 +393,7 @@ class CudaCopies:
             value.settle(device.compute)
         stream = value.stream
         device.pool.label = value.name
+        stream.work.given += 1
         with stream:
             copied = array.copy(order="C")
         device.launched += 1
@@ -376,10 +404,24 @@ class CudaCopies:
 
     def _own(self, stream: CudaStream) -> None:
         """Let `stream` write to memory allocated just now: earlier kernels may still be using it."""
-        stream.wait(self._device.compute.record())
+        compute = self._device.compute
+        if compute.work.given != compute.work.passed:
+            stream.wait(compute.record())
 
-    def _copy(self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str) -> None:
-        with self._card, self._device.timed(stream, name, nbytes):  # quicker than to make the stream current, too
+    def _is_small(self, buffer: PinnedBuffer) -> bool:
+        """Return True if a value in `buffer` had better be copied in the order of its kernels, on their stream.
+
+        A stream of its own would take three or four calls of CUDA and a ticket more. Such a copy takes as long as one
+        kernel. With several compute streams it would make one of them wait for another.
+        """
+        return buffer.slab is self._small and len(self._device.compute_streams) == 1
+
+    def _copy(
+        self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str, role: str = ""
+    ) -> None:
+        stream.work.given += 1
+        # Quicker than to make the stream current, too.
+        with self._card, self._device.timed(stream, name, nbytes, role):
             self._runtime.memcpyAsync(target, origin, nbytes, kind, stream.raw.ptr)
         self._device.launched += _LAUNCHES
         self._device.memory.requests.copies += 1

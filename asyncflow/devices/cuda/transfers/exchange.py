@@ -132,6 +132,7 @@ def view(cupy: Cupy, foreign: ForeignArray) -> tuple[CupyArray, Raw]:
 
 def follow(stream: CudaStream, event: Raw) -> None:
     """Let a stream of ours wait for a ``cupy.cuda.Event``."""
+    stream.work.given += 1
     with stream:
         stream.raw.wait_event(event)
 
@@ -234,6 +235,7 @@ class Exchange:
                 event = cupy.cuda.Event(disable_timing=True)
                 cupy.cuda.runtime.eventRecord(event.ptr, current)
                 for stream in device.compute_streams:
+                    stream.work.given += 1
                     stream.raw.wait_event(event)
 
     def close(self) -> None:

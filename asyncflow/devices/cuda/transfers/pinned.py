@@ -52,11 +52,12 @@ class PinnedBuffer:
     slab's next call.
 
     Attributes:
+        slab: where it goes back to.
         nbytes: requested size; the piece may be larger.
         ptr: its address, for copies.
     """
 
-    _slab: PinnedSlab
+    slab: PinnedSlab
     _offset: int
     _size: int
     nbytes: int
@@ -98,12 +99,12 @@ class PinnedBuffer:
         if not self._is_lent:
             raise ValueError(f"a pinned buffer of {self.nbytes} bytes is freed twice; it may be someone else's now")
         self._is_lent = False
-        self._slab.returned.append((self._offset, self._size))
-        self._slab.serve()
+        self.slab.returned.append((self._offset, self._size))
+        self.slab.serve()
 
     def __del__(self) -> None:
         if self._is_lent:  # no lock: this may run inside the slab
-            self._slab.returned.append((self._offset, self._size))
+            self.slab.returned.append((self._offset, self._size))
 
 
 class PinnedSlab:
@@ -160,9 +161,11 @@ class PinnedSlab:
             RuntimeError: the slab is closed.
             ValueError: there never is that much room; nothing of 0 bytes is lent.
         """
-        self._check(nbytes)
+        if not 0 < nbytes <= self.nbytes or self._address is None:
+            self._check(nbytes)
         with self._lock:
-            self._settle()
+            if self.returned:
+                self._settle()
             return None if self._waiting else self._first_fit(nbytes)
 
     def wait_for(self, nbytes: int, call: Call) -> None:
