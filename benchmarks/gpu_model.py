@@ -203,7 +203,13 @@ def _tested(part: str, test: str, name: str) -> dict[str, Any]:
 
 def rows() -> Iterator[Row]:
     """Every row that can be simulated."""
-    operations = 1000
+    yield from _operation_rows(1000)
+    yield from _loop_rows()
+    yield from _training_rows()
+
+
+def _operation_rows(operations: int) -> Iterator[Row]:
+    """Rows of straight lines of operations."""
     for name, regions in ((ASYNCFLOW, True), (gpu.INTERPRETED, False)):
         yield Row(
             name=f"product of 8x8{'' if regions else ', interpreted'}",
@@ -231,6 +237,10 @@ def rows() -> Iterator[Row]:
                 then={} if "cuda_graphs" in options else {"launch": 101 if options else 26, "library": 26},
                 scale=1e6 / 127,
             )
+
+
+def _loop_rows() -> Iterator[Row]:
+    """Rows of loops, over one card and several."""
     for case in loop_overhead.cases(10_000):
         yield Row(
             name=f"loop: {case.name}",
@@ -259,6 +269,10 @@ def rows() -> Iterator[Row]:
                 scale=gpu.PIPELINE_SIZES["iterations"],
                 is_rate=True,
             )
+
+
+def _training_rows() -> Iterator[Row]:
+    """Rows of training steps."""
     yield Row(
         name="LSTM, a training step",
         unit="ms",

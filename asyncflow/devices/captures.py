@@ -98,6 +98,11 @@ class GraphVariable(Protocol):
     def kind(self) -> ArraySpec | None:
         """The dtype and shape of the present value; None without a value."""
 
+    def given(self) -> Value | None:
+        """The variable's value, for a kernel of the device; None if it has none yet."""
+
+    # -- for graphs bound to addresses, as of CUDA ---------------------------------------------------------------
+
     @property
     def handle(self) -> object | None:
         """The handle of the present value, or of its copy; None if the device has neither."""
@@ -118,12 +123,11 @@ class GraphVariable(Protocol):
         Returns False if the graph must not be launched: `present` is not the present value any more, or in use.
         """
 
+    # -- for graphs that are given values, as of simulated cards -------------------------------------------------
+
     @property
     def lock(self) -> Lock:
         """Held from `given` to `put`."""
-
-    def given(self) -> Value | None:
-        """The variable's value, for a kernel of the device; None if it has none yet."""
 
     def put(self, x: Value) -> None:
         """Make the result of a launch the variable's value."""

@@ -57,7 +57,7 @@ class CapturedVariable:
         """Make ``fn(old, *args)`` the value, and return it."""
         return self.assign(fn(self.value, *args))
 
-    # -- for launches --------------------------------------------------------------------------------------------
+    # -- for every launch ----------------------------------------------------------------------------------------
 
     def given(self) -> Value | None:
         """The variable's value, for a kernel of the device: an array of its namespace, or a number; None without one.
@@ -87,6 +87,8 @@ class CapturedVariable:
         # A holder's handle knows them, too.
         array = cast(Array, value.handle) if type(value) is HeldValue else value
         return array.dtype, array.shape
+
+    # -- for graphs bound to addresses, as of CUDA ---------------------------------------------------------------
 
     @property
     def handle(self) -> object | None:
@@ -145,6 +147,8 @@ class CapturedVariable:
         state.lock.release()
         was_there = isinstance(present[0], HeldValue) and present[0].handle is handle
         return is_present and (not was_there or getrefcount(present[0]) == _IN_LIST)
+
+    # -- for graphs that are given values, as of simulated cards -------------------------------------------------
 
     @property
     def lock(self) -> Lock:
