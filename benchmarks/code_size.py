@@ -27,10 +27,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_070,
+    "asyncflow/compiler/": 12_254,
     "asyncflow/runtime/": 11_195,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_710,
+    "asyncflow/devices/": 8_866,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
@@ -50,10 +50,10 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 65_380
+TOTAL: Final = 65_721
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
-    "layers, and kernels of each device": 855,
+    "layers, and kernels of each device": 514,
     "steps that a card captures": 0,
     "native code": 2_500,
     "the profiler": 2_200,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial, wraps
 
-from asyncflow.compiler.batching.batch_loops import batch_loops, blocks_of_sums, bytes_for_batches
+from asyncflow.compiler.batching.batch_loops import batch_loops, blocks_of_sums, bytes_for_batches, has_cards
 from asyncflow.compiler.dump import start_dump, tell_plan
 from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
@@ -207,7 +207,7 @@ def _plan_memory(program: Program, context: Context) -> None:
         context.devices,
         context.costs,
         fuses=fuses,
-        pending=partial(bytes_for_batches, blocks=blocks) if batches else None,
+        pending=partial(bytes_for_batches, blocks=blocks, on_card=has_cards(context.devices)) if batches else None,
         asked=way if way == "keep" or way == "swap" else None,
     )
 
@@ -223,7 +223,13 @@ def _batch_loops(program: Program, context: Context) -> None:
         return  # without bodies there are no loops, and many small plans are made
     usual, least = blocks_of_sums(program.graph, context.devices, in_plan=bool(program.memory))
     is_usual = all(loop.has_usual_blocks for loop in program.memory)
-    batch_loops(program.graph, context.block_bytes or 0, usual if is_usual else least)
+    batch_loops(
+        program.graph,
+        context.block_bytes or 0,
+        usual if is_usual else least,
+        find_host_values(program.graph) if has_cards(context.devices) else None,
+        device_while=context.has_device_loops,
+    )
 
 
 @wraps(prune)

@@ -243,6 +243,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         kind: the name of its kind, such as ``cpu``.
         capabilities: its abilities.
         xp: the array namespace its kernels compute in, such as `numpy`.
+        store_xp: the same for stores that launch kernels of their own, which a simulated card has to notice.
         compute: the first stream of kernels.
         compute_streams: the streams of kernels; independent kernels on different ones overlap.
         h2d: the stream of copies from host memory.
@@ -299,6 +300,11 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         self.compute_streams = tuple(self._streams[role] for role in compute)
         self.compute = self.compute_streams[0]
         self.h2d, self.d2h = self._streams["h2d"], self._streams["d2h"]
+
+    @property
+    def store_xp(self) -> ModuleType:
+        """Namespace of stores that launch kernels of their own."""
+        return self.xp
 
     @property
     def streams(self) -> tuple[AnyStream, ...]:

@@ -46,11 +46,14 @@ class Traits:
             call cuBLAS.
         is_cheap: it costs next to nothing, mostly as its result is a view of its input: gradients compute it again
             rather than keep the value.
+        counts_itself: it is a store, of which some nodes launch many kernels and others none: the device's namespace
+            for stores counts them (`asyncflow.devices.protocol.LogicalDevice.store_xp`).
     """
 
     memory: Memory
     is_capturable: bool
     is_cheap: bool
+    counts_itself: bool = False
 
 
 NEW: Final = Traits(Memory.NEW, is_capturable=True, is_cheap=False)
@@ -63,6 +66,8 @@ METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
 READS_STORE: Final = Traits(Memory.STORE, is_capturable=True, is_cheap=False)
 KERNELS: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False)
 """Traits of an op that is made of kernels, or keeps arrays in a store, with nothing known of their memory."""
+BATCHED: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False, counts_itself=True)
+"""Traits of an op of a store that launches the kernels of many iterations at once."""
 OPAQUE: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 """Traits of an op of which nothing is taken for granted."""
 # Equal to `OPAQUE`, but another object: an op that says "opaque" has answered.

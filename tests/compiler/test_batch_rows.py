@@ -265,7 +265,10 @@ async def test_operands_that_do_not_fit_fail_as_in_the_loop(graph: af.Graph) -> 
 
 def ahead_of(rows: Array, matrix: Array) -> Any:
     """``rows[t] @ matrix``, made ahead from iteration 0 on."""
-    steps = (("getitem", {"key": (("input", 0),)}, (1, 0)), ("matmul", {"dtype": np.dtype("float32")}, (4, 2)))
+    steps = (
+        ("getitem", {"key": (("input", 0),)}, (1, 0), False),
+        ("matmul", {"dtype": np.dtype("float32")}, (4, 2), False),
+    )
     bind = PRODUCTS_AHEAD.kernel
     assert bind is not None
     ahead = bind(

@@ -9,6 +9,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.batching.pending_sums import PendingSums, _PendingRows, pays
+from asyncflow.devices.sim.namespace import SimNamespace
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:
@@ -214,11 +215,16 @@ async def test_operands_that_do_not_fit_fail_as_in_the_loop(graph: af.Graph) -> 
 # -- the value -------------------------------------------------------------------------------------------------------
 
 
-def test_pending_sums_fill_blocks_and_settle() -> None:
+XPS = [np, SimNamespace(shapes_only=False)]
+"""Namespaces of a CPU, and of a card, where operands are kept and nothing is copied until there are enough."""
+
+
+@pytest.mark.parametrize("xp", XPS)
+def test_pending_sums_fill_blocks_and_settle(xp: Any) -> None:
     """In any number of blocks, settled in between or not."""
     rows = [values(n, M + N, dtype="float64", seed=n) for n in (3, 3, 3, 5, 1, 3, 2)]
     for block_bytes in (1, 5_000, 1 << 20):
-        pending = PendingSums([np.ones((M, N)), np.ones(N)], block_bytes)
+        pending = PendingSums([np.ones((M, N)), np.ones(N)], block_bytes, xp)
         for index, row in enumerate(rows):
             left, right = row[:, :M].T, row[:, M:]
             pending.add([right, right], [left, None])
@@ -251,10 +257,11 @@ def test_blocks_grow_with_the_rows_of_iterations(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_allclose(total, multiply(joined[:, :many].T, joined[:, many:]), rtol=1e-3, atol=1e-3)
 
 
-def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one() -> None:
+@pytest.mark.parametrize("xp", XPS)
+def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one(xp: Any) -> None:
     """The operands were only expected to be the same."""
     x, g, other = values(4, M), values(4, N), values(4, N, seed=7)
-    pending = PendingSums([np.zeros((M, N), "float32"), np.zeros((M, N), "float32")], 1 << 20)
+    pending = PendingSums([np.zeros((M, N), "float32"), np.zeros((M, N), "float32")], 1 << 20, xp)
     pending.add([g, g], [x.T, x.T])
     pending.add([g, other], [x.T, x.T])
     pending.add([g, g], [x.T, x.T])
@@ -263,7 +270,8 @@ def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one() -> None:
     np.testing.assert_allclose(second, x.T @ (2 * g + other), rtol=1e-4, atol=1e-6)
 
 
-def test_operands_that_do_not_fit_a_block_are_multiplied_as_they_are() -> None:
+@pytest.mark.parametrize("xp", XPS)
+def test_operands_that_do_not_fit_a_block_are_multiplied_as_they_are(xp: Any) -> None:
     """The operands broadcast, or fail, as in the loop."""
     x, g = values(4, M), values(4, N)
     for total, right, left in (
@@ -271,12 +279,25 @@ def test_operands_that_do_not_fit_a_block_are_multiplied_as_they_are() -> None:
         (np.zeros((M, N), "float32"), g, np.stack([x.T, x.T])),
         (np.zeros((1, N), "float32"), g, None),
     ):
-        pending = PendingSums([total], 1 << 20)
+        pending = PendingSums([total], 1 << 20, xp)
         pending.add([right], [left])
         (found,) = pending.settle()
         np.testing.assert_allclose(found, total + (right.sum(axis=0) if left is None else left @ right), rtol=1e-5)
     with pytest.raises(ValueError, match="matmul"):
-        PendingSums([np.zeros((M, N), "float32")], 1 << 20).add([g], [x])
+        PendingSums([np.zeros((M, N), "float32")], 1 << 20, xp).add([g], [x])
+
+
+def test_a_card_multiplies_kept_rows_once_there_are_enough() -> None:
+    """By one launch for each operand, one for each product, and one for adding it to the total."""
+    xp: Any = SimNamespace(shapes_only=False)
+    rows = [values(8, M + N, dtype="float64", seed=seed) for seed in range(64)]
+    pending = PendingSums([np.zeros((M, N))], 1 << 20, xp)
+    for row in rows:
+        pending.add([row[:, M:]], [row[:, :M].T])
+    multiplied, added = [0.0, 0.0, 2.0 * 64 * M * N], [float(M * N)]
+    assert [noted.flops for noted in xp.taken()] == [*multiplied, *added] * 7
+    (total,) = pending.settle()
+    np.testing.assert_allclose(total, sum(row[:, :M].T @ row[:, M:] for row in rows))
 
 
 def test_a_product_of_many_rows_is_not_worth_copying_them() -> None:

@@ -66,7 +66,9 @@ def on_machine(
         grads = af.gradients(af.sum(loop(x, w, swap_memory=False, steps=STEPS)), [x, w])
 
         async def whole() -> Any:
-            options: dict[str, Any] = {"memory_limit": limit, "regions": regions, "seed": seed}
+            # Without a plan of the memory, blocks of batches depend on the limit, and with them the last bits.
+            batching = {"loop_batching": False}
+            options: dict[str, Any] = {"memory_limit": limit, "regions": regions, "seed": seed, **batching}
             async with af.Session(devices=["sim:0"], without=["plan_memory"], **options) as session:
                 machine = Machine(session, grads, [x, w])
                 result = await main(machine)

@@ -9,20 +9,24 @@ may fail: those run in their own iteration as before, and the product waits for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEAD, PRODUCTS_AHEAD
 from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.host_values import computes_on_host, finds_its_inputs, is_metadata
 from asyncflow.compiler.program.loops.counters import counters
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.control.stores.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Memory, Op
+from asyncflow.graph.op import Memory, Op, host_inputs, runs_on_host
 from asyncflow.graph.structured import WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import size_of
 from asyncflow.graph.values.spec import Spec
+from asyncflow.ops.arithmetic.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.ops.arithmetic.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
 from asyncflow.ops.cost import free
 from asyncflow.ops.indexing.indexing import GETITEM
@@ -32,14 +36,21 @@ FAST = frozenset({"float32", "float64", "complex64", "complex128"})
 """Dtypes that have a matrix product in BLAS."""
 
 _WORTH_FLOPS = 200_000
-"""Smaller products take no longer than looking for the row that was made ahead."""
+"""On a CPU smaller products take no longer than looking for the row that was made ahead. To launch one on a card takes
+longer, whatever its size."""
 
 
-def batch_rows(loop: WhileNode, block_bytes: int) -> list[Node]:
-    """Make products of `loop` ahead, in place; return the nodes to stand in front of it."""
+def batch_rows(loop: WhileNode, block_bytes: int, on_host: AbstractSet[Tensor] | None = None) -> list[Node]:
+    """Make products of `loop` ahead, in place; return the nodes to stand in front of it.
+
+    Args:
+        loop: a `while`.
+        block_bytes: most bytes of a block of rows.
+        on_host: where a device is a card, the tensors whose values are on the host; None without cards.
+    """
     moved: list[Node] = []
     for place, step in counters(loop):
-        classes = classified(loop, place)
+        classes = classified(loop, place, on_host)
         products = _find(loop, place, classes)
         if products:
             moved += _Move(loop, place, step, classes, products, block_bytes).run()
@@ -55,12 +66,14 @@ class Classes:
 
     Attributes:
         captured: captures, and the tensors outside that they stand for.
+        on_host: see `batch_rows`.
         fixed: tensors that are the same in every iteration.
         varying: tensors that depend on the counter as well.
         products: matrix products among the nodes of `varying` that are faster with many rows.
     """
 
     captured: dict[Tensor, Tensor]
+    on_host: AbstractSet[Tensor] | None = None
     fixed: set[Tensor] = field(default_factory=set)
     varying: set[Tensor] = field(default_factory=set)
     products: dict[Node, None] = field(default_factory=dict)
@@ -83,6 +96,8 @@ class Classes:
             return False
         if not node.inputs or not all(tensor in self.varying or tensor in self.fixed for tensor in node.inputs):
             return False
+        if self.on_host is not None and not self._runs_ahead_on_cards(node, self.on_host):
+            return False
         if node.op is READ:  # uses up the array: the value it was made of is read instead
             return self.captured[node.inputs[0]].node.op is UNSTACK
         return node.op.traits.memory is Memory.STORE or not has_variants((*node.inputs, *node.outputs))
@@ -93,16 +108,39 @@ class Classes:
         left, right = node.inputs
         is_left = right in self.fixed
         row, matrix = (left, right) if is_left else (right, left)
-        return matrix in self.fixed and pays_ahead(row.spec, matrix.spec, is_left=is_left)
+        return matrix in self.fixed and self.pays_ahead(row.spec, matrix.spec, is_left=is_left)
+
+    def pays_ahead(self, row: Spec, matrix: Spec, *, is_left: bool) -> bool:
+        """`pays_ahead`, on this session's devices."""
+        return pays_ahead(row, matrix, is_left=is_left, on_card=self.on_host is not None)
+
+    def _runs_ahead_on_cards(self, node: Node, on_host: AbstractSet[Tensor]) -> bool:
+        """Return True if a card computes the node by the op's own kernel, of values that are where the kernel reads
+        them.
+
+        Kernels of other nodes are bound with more than the op: with copies of the host's values, or with casts.
+        """
+        if computes_on_host(node, on_host):
+            # Other numbers of the host, such as learning rates, are on the card in a graph.
+            return all(x.dtype.kind in "biu" or is_constant(x) or x in self.varying for x in node.inputs)
+        if runs_on_host(node) or is_metadata(node) or node.op in (FLOOR_DIVIDE, REMAINDER, READ_SAVED):
+            # A saved value may be away from the card until its own iteration asks for it. To read it ahead would
+            # bring it back too early, or end the block there: the last bits would depend on when copies end.
+            return False
+        if any(tensor.dtype.name == "bfloat16" for tensor in node.outputs) or not finds_its_inputs(node, on_host):
+            return False
+        read = host_inputs(node)
+        return any(tensor not in on_host for index, tensor in enumerate(node.inputs) if index not in read)
 
 
-def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool) -> bool:
+def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool, on_card: bool = False) -> bool:
     """Return True if a product with a fixed matrix becomes faster with many rows at once.
 
     Args:
         row: the operand that changes from iteration to iteration.
         matrix: the fixed operand.
         is_left: the row stands on the left.
+        on_card: a card computes the product.
     """
     if row.dtype.name not in FAST or row.dtype != matrix.dtype:
         return False
@@ -113,7 +151,7 @@ def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool) -> bool:
     rows, size = size_of(row.shape[:-1]), size_of(matrix.shape)
     if rows is None or size is None:
         return True
-    return 4 * rows <= ENOUGH_ROWS and 2 * rows * size >= _WORTH_FLOPS
+    return 4 * rows <= ENOUGH_ROWS and (on_card or 2 * rows * size >= _WORTH_FLOPS)
 
 
 def _is_cheap(node: Node) -> bool:
@@ -121,9 +159,11 @@ def _is_cheap(node: Node) -> bool:
     return node.op.flops in (None, free) or node.op is GETITEM
 
 
-def classified(loop: WhileNode, place: int) -> Classes:
+def classified(loop: WhileNode, place: int, on_host: AbstractSet[Tensor] | None = None) -> Classes:
     """Dependencies of the tensors of a loop's body, of which the loop variable at `place` is the counter."""
-    classes = Classes(loop.captured(loop.body))
+    classes = Classes(loop.captured(loop.body), on_host)
+    if on_host is not None and loop.body.inputs[place] not in on_host:
+        return classes  # to ask for a row would wait for the card
     classes.fixed.update(classes.captured)
     classes.varying.add(loop.body.inputs[place])
     for node in loop.body.nodes:
@@ -138,7 +178,8 @@ def _find(loop: WhileNode, place: int, classes: Classes) -> dict[Node, set[Node]
     for product in classes.products:
         members = _ancestors(product, loop.body.inputs[place].node, classes.captured)
         devices = {node.device for node in (*program, *members) if node.op is not CONSTANT}
-        if len(devices) == 1:
+        labels = {node.colocated_with for node in (*products, product)}
+        if len(devices) == 1 and (classes.on_host is None or len(labels) == 1):
             program |= members
             products[product] = members
     return products
@@ -170,7 +211,7 @@ class _Bound:
     is_exact: bool
 
 
-def _bound(loop: WhileNode, place: int, step: int) -> _Bound | None:
+def _bound(loop: WhileNode, place: int, step: int, on_host: AbstractSet[Tensor] | None) -> _Bound | None:
     """Return the counter's bound in the predicate; `value` is a tensor outside, or a constant inside."""
     outer, compared = loop.captured(loop.predicate), loop.predicate.inputs[place]
     terms = list(_terms(loop.decision))
@@ -182,7 +223,8 @@ def _bound(loop: WhileNode, place: int, step: int) -> _Bound | None:
             op, counter, value = _SWAPPED[op], value, counter
         leads_there = counter is compared and _BOUNDS[op][0] == step
         is_known = (value in outer or is_constant(value)) and value.dtype.kind in "iu" and value.shape == ()
-        if leads_there and is_known:
+        is_found = on_host is None or is_constant(value) or value in on_host
+        if leads_there and is_known and is_found:
             return _Bound(outer.get(value, value), _BOUNDS[op][1], len(terms) == 1)
     return None
 
@@ -212,25 +254,31 @@ class _Move:
     program: list[Node] = field(default_factory=list)
     outer: dict[Tensor, int] = field(default_factory=dict)
     """Outside tensors, with their numbers in the program."""
+    constants: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Constants of the body, with equal ones in front of the loop."""
 
     def run(self) -> list[Node]:
         members = set().union(*self.products.values())
-        self.program = [node for node in self.loop.body.nodes if node in members]
+        self.program = [node for node in self.loop.body.nodes if node in members and node.op is not CONSTANT]
         like = next(iter(self.products))
         front: list[Node] = []
-        sources = [[self._source(node, tensor) for tensor in node.inputs] for node in self.program]
+        sources = [[self._source(node, tensor, front) for tensor in node.inputs] for node in self.program]
         outer = list(self.outer)
-        bound = _bound(self.loop, self.place, self.step)
+        on_host = self.classes.on_host
+        bound = _bound(self.loop, self.place, self.step, on_host)
         if bound is not None:
             value = bound.value
             if is_constant(value):
-                front.append(detached_node(self.loop.graph, CONSTANT, (), value.node.attrs, like, value.spec))
-                value = front[-1].outputs[0]
+                value = self._in_front(value, front)
             outer.append(value)
         outer.append(self.loop.inputs[self.place])
         numbers = {node: 1 + len(outer) + place for place, node in enumerate(self.program)}
         steps = tuple(
-            _as_step(node, tuple(each if isinstance(each, int) else numbers[each] for each in inputs))
+            _as_step(
+                node,
+                tuple(each if isinstance(each, int) else numbers[each] for each in inputs),
+                on_host is not None and computes_on_host(node, on_host),
+            )
             for node, inputs in zip(self.program, sources, strict=True)
         )
         counter = self.loop.body.inputs[self.place]
@@ -238,6 +286,12 @@ class _Move:
         ahead = detached_node(self.loop.graph, PRODUCTS_AHEAD, outer, {}, like, Spec(VARIANT))
         rows = self.loop.add_capture(ahead.outputs[0], self.loop.body)
         kept = self._replace(rows, counter)
+        if on_host is not None:
+            # No card reaches into the memory of another, and requests for devices were read before this pass: it has
+            # to keep the nodes of its store together by itself.
+            ahead.colocated_with = ahead.colocated_with or ahead.name
+            for node in kept:
+                node.colocated_with = ahead.colocated_with
         ahead.attrs.update(
             steps=steps,
             results=tuple(numbers[node] for node in kept),
@@ -247,10 +301,20 @@ class _Move:
         )
         return [*front, ahead]
 
-    def _source(self, node: Node, tensor: Tensor) -> int | Node:
+    def _in_front(self, constant: Tensor, front: list[Node]) -> Tensor:
+        like = next(iter(self.products))
+        front.append(detached_node(self.loop.graph, CONSTANT, (), constant.node.attrs, like, constant.spec))
+        return front[-1].outputs[0]
+
+    def _source(self, node: Node, tensor: Tensor, front: list[Node]) -> int | Node:
         """The number of an input of a node of the program, or the node that makes it."""
         if tensor is self.loop.body.inputs[self.place]:
             return 0
+        if tensor not in self.classes.captured and is_constant(tensor):
+            # A device has its constants where it computes, which only a node of the plan can ask for.
+            if tensor not in self.constants:
+                self.constants[tensor] = self._in_front(tensor, front)
+            return self.outer.setdefault(self.constants[tensor], 1 + len(self.outer))
         if tensor not in self.classes.captured:
             return tensor.node
         outer = self.classes.captured[tensor]
@@ -292,7 +356,9 @@ class _Move:
         self.loop.body.nodes[:] = kept[::-1]
 
 
-def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, object], tuple[int, ...]]:
+def _as_step(
+    node: Node, inputs: tuple[int, ...], on_host: bool
+) -> tuple[str, dict[str, object], tuple[int, ...], bool]:
     if node.op is READ:
-        return GETITEM.name, {"key": (("input", 0),)}, inputs
-    return node.op.name, node.attrs, inputs
+        return GETITEM.name, {"key": (("input", 0),)}, inputs, on_host
+    return node.op.name, node.attrs, inputs, on_host

@@ -29,13 +29,16 @@ from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.matrices.products import MATMUL
 
 
-def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tuple[list[Node], list[Node]]:
+def batch_sums(
+    loop: WhileNode, block_bytes: int, replaced: Replacements, *, on_card: bool = False
+) -> tuple[list[Node], list[Node]]:
     """Batches sums of `loop`, in place.
 
     Args:
         loop: a `while`.
         block_bytes: most bytes of a block of rows.
         replaced: gets the new tensors for the loop's results.
+        on_card: a card may run it, whose kernels use its own memory alone: all nodes of a sum are on one device.
 
     Returns:
         Returns the nodes to stand in front of the loop, and behind it.
@@ -43,7 +46,9 @@ def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tup
     before: list[Node] = []
     after: list[Node] = []
     for group in _groups(_sums(loop)):
-        new, made = _move(loop, group, block_bytes)
+        if on_card and _block_of(group, block_bytes, on_card=True) == 0:
+            continue  # kernels inside a store would be as many, and no others could be fused with them
+        new, made = _move(loop, group, block_bytes, on_card)
         before.append(new)
         after.append(made)
         replaced.tensors.update(zip((total.output for total in group), made.outputs, strict=True))
@@ -61,27 +66,31 @@ def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tup
     return before, after
 
 
-def pending_bytes(loop: WhileNode, block_bytes: int) -> int | None:
+def pending_bytes(loop: WhileNode, block_bytes: int, *, on_card: bool = False) -> int | None:
     """Return the bytes of the rows that `batch_sums` has the loop hold at most, or None if only a run knows.
 
-    Sums of products are there in place of the totals.
+    Sums of products are there in place of the totals. A card holds half as many rows, but twice while it multiplies
+    them: as it got them, and below one another.
     """
-    found = 0
-    for group in _groups(_sums(loop)):
-        products = [each.product for each in group if each.product.op is MATMUL]
-        rows, columns = products[0].inputs[1].shape or (None, None)
-        widths = [(product.inputs[0].shape or (None,))[0] for product in products]
-        known = [width for width in widths if width is not None]
-        if columns is None or len(known) < len(widths):
-            return None
-        width = sum(known)
-        itemsize = products[0].outputs[0].dtype.itemsize
-        if rows is None:
-            found += min(block_bytes, itemsize * enough_rows(width, columns) * (width + columns))
-        else:
-            most = rows_at_once(rows, width, columns, itemsize, block_bytes)
-            found += itemsize * most * (width + columns) if most > rows else 0
-    return found
+    found = [_block_of(group, block_bytes, on_card=on_card) for group in _groups(_sums(loop))]
+    known = [each for each in found if each is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def _block_of(group: Sequence[_ProductSum], block_bytes: int, *, on_card: bool) -> int | None:
+    """Return the most bytes of rows that wait in a group of sums; None if only a run knows, and 0 if no rows wait."""
+    products = [each.product for each in group if each.product.op is MATMUL]
+    rows, columns = products[0].inputs[1].shape or (None, None)
+    widths = [(product.inputs[0].shape or (None,))[0] for product in products]
+    known = [width for width in widths if width is not None]
+    if columns is None or len(known) < len(widths):
+        return None
+    width = sum(known)
+    itemsize = products[0].outputs[0].dtype.itemsize
+    if rows is None:
+        return min(block_bytes, itemsize * enough_rows(width, columns) * (width + columns))
+    most = rows_at_once(rows, width, columns, itemsize, block_bytes, on_card=on_card)
+    return (2 if on_card else 1) * itemsize * most * (width + columns) if most > rows else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +227,7 @@ def _carried(loop: WhileNode, inner: WhileNode, at: int) -> tuple[Node, Node, li
     return first, detached_node(loop.graph, SUMS, [output], {"values": specs}, made, specs), places
 
 
-def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tuple[Node, Node]:
+def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int, on_card: bool) -> tuple[Node, Node]:
     """Replace the variables of `group` by one; return its first value, and the node behind the loop."""
     body = loop.body
     places = [total.output.index for total in group]
@@ -244,4 +253,8 @@ def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tu
     body.results.append(adding.outputs[0])
     loop.drop_inputs(places)
     loop.keep_variables([place for place in range(loop.n_vars) if place not in places])
-    return new, detached_node(loop.graph, SUMS, [pending], {"values": specs}, like, specs)
+    made_up = detached_node(loop.graph, SUMS, [pending], {"values": specs}, like, specs)
+    if on_card:
+        for node in (new, adding, made_up):
+            node.colocated_with = like.colocated_with or new.name
+    return new, made_up

@@ -5,6 +5,10 @@ g, one below the other. Both are copied into a block of as many rows as pays, an
 to the total. Sums that share g share its block and are one product: ``(x; h; 1).T @ g``, where a column of ones gives
 the sum of g itself.
 
+On a card each copy is a launch. So the operands of several iterations stay where they are, and a few launches put them
+below one another once there are enough. Blocks have half as many rows as on a CPU, since the card has the rows twice
+meanwhile. Its products gain little from more, and operands are freed when they are multiplied.
+
 A `PendingSums` is changed in place. It is a loop variable that only this pass makes, and that has a single user: the
 next iteration, or the node behind the loop. Its allocations count when they happen, and not once an iteration.
 """
@@ -18,7 +22,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.batching.products_ahead import most_at_once
-from asyncflow.graph.op import NEW_EACH, Op
+from asyncflow.graph.op import BATCHED, NEW_EACH, Op
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec
@@ -32,6 +36,8 @@ gain nothing.
 _MOST_ROWS: Final = 1024
 """The same for larger totals, as of an LSTM of 512 units: with 256 rows its training step takes 4 to 6 % longer."""
 _ENOUGH_ITERATIONS: Final = 64
+_WORTH_ITERATIONS: Final = 3
+"""Fewest iterations of a card's block: to stack the operands of two takes as many launches as their sums."""
 
 
 class _PendingRows:
@@ -95,6 +101,7 @@ class _PendingRows:
         """Return the results of the products, below one another; the block gives up their memory."""
         self._multiply()
         assert self._sum is not None
+        # Without a copy: each sum is a part of one array, which is freed once the last of them was added to its total.
         found, self._sum = self._sum, None
         return [found[first:last] for first, last in pairwise(self.edges)]
 
@@ -105,6 +112,71 @@ class _PendingRows:
         self._filled = 0
 
 
+class _KeptRows:
+    """The same on a card, whose operands are kept until they are multiplied, each total by itself.
+
+    No sum of products is held beside the totals: each product is added to them when it is made.
+    """
+
+    __slots__ = ("_columns", "_filled", "_lefts", "_rights", "_widths", "_xp", "capacity")
+
+    def __init__(self, xp: Namespace, right: Array, lefts: Sequence[Array | None], capacity: int) -> None:
+        self._xp = xp
+        self._columns = right.shape[1]
+        self._widths = [None if left is None else left.shape[0] for left in lefts]
+        self.capacity = capacity
+        self._rights: list[Array] = []
+        self._lefts: list[list[Array]] = [[] for _ in lefts]
+        self._filled = 0
+
+    def takes(self, right: Array, lefts: Sequence[Array | None]) -> bool:
+        """Return True if these operands fit the block's shapes, except for the number of rows."""
+        rows, columns = right.shape
+        return (
+            columns == self._columns
+            and rows <= self.capacity
+            and all(
+                left is None or left.shape == (width, rows) for left, width in zip(lefts, self._widths, strict=True)
+            )
+        )
+
+    def is_full_with(self, right: Array) -> bool:
+        """Return True if the block has no room for these rows."""
+        return self._filled + len(right) > self.capacity
+
+    def add(self, right: Array, lefts: Sequence[Array | None]) -> None:
+        """Keep the operands, which have to have room; None stands for a row of ones."""
+        self._rights.append(right)
+        for kept, left in zip(self._lefts, lefts, strict=True):
+            if left is not None:
+                kept.append(left.T)
+        self._filled += len(right)
+
+    def sums(self) -> list[Array]:
+        """Return the products of the rows that wait, which it gives up."""
+        xp = self._xp
+        # The operands go one after the other, as each is joined: all of them twice would take more than was planned,
+        # and a product of all together would need one more copy of each.
+        right, self._filled = self._joined(self._rights), 0
+        return [
+            xp.sum(right, axis=0) if width is None else xp.matmul(self._joined(kept).T, right)
+            for kept, width in zip(self._lefts, self._widths, strict=True)
+        ]
+
+    def _joined(self, parts: list[Array]) -> Array:
+        """The rows of `parts`, below one another; the list gives them up."""
+        # The namespace stacks arrays of one shape by one launch for 64 of them, and joins others by one for 8.
+        xp, first = self._xp, parts[0]
+        if len(parts) == 1:
+            joined = first
+        elif all(part.shape == first.shape for part in parts):
+            joined = xp.stack(parts).reshape(-1, first.shape[1])
+        else:
+            joined = xp.concatenate(parts)
+        parts.clear()
+        return joined
+
+
 class PendingSums:
     """Totals, with products still to be added to them.
 
@@ -112,11 +184,12 @@ class PendingSums:
         counts: is told of each array that it allocates.
     """
 
-    __slots__ = ("_block", "_block_bytes", "_totals", "counts")
+    __slots__ = ("_block", "_block_bytes", "_totals", "_xp", "counts")
 
-    def __init__(self, totals: Sequence[Array], block_bytes: int) -> None:
+    def __init__(self, totals: Sequence[Array], block_bytes: int, xp: Namespace = np) -> None:
+        self._xp = xp
         self._totals = list(totals)
-        self._block: _PendingRows | None = None
+        self._block: _PendingRows | _KeptRows | None = None
         self._block_bytes = block_bytes
         self.counts: Callable[[Array], object] = id
 
@@ -128,28 +201,31 @@ class PendingSums:
             # Iterations may have more and more rows, and one of few has made a small block.
             is_too_small = block.is_full_with(right) and self._most_rows(right, lefts) >= 2 * block.capacity
             if not is_too_small:
+                # A card's block has no sum of its own, as one more array of the totals' size is not in the plan.
+                if isinstance(block, _KeptRows) and block.is_full_with(right):
+                    self._add_all(block.sums())
                 block.add(right, lefts)
                 return
+        # Operands of another shape, or products with different right operands: what waits is added first, so that the
+        # order of additions, and with it the last bits, follows from the operands alone.
         self.settle()
         self._block = block = self._new_block(right, lefts) if is_shared else None
         if block is not None:
             block.add(right, lefts)
             return
         for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            product = np.sum(right, axis=0) if left is None else np.matmul(left, right)
-            total = self._totals[place]
-            if product.shape == total.shape and product.dtype == total.dtype:
-                self._totals[place] = np.add(total, product, out=product)
-                self.counts(product)
-            else:
-                self._add(place, product)
+            self._add_own(place, self._xp.sum(right, axis=0) if left is None else self._xp.matmul(left, right))
 
     def settle(self) -> list[Array]:
         """The totals, with all that was pending."""
         if self._block is not None:
-            found, self._block = self._block.sums(), None
-            for place, added in enumerate(found):
-                self._add(place, added.reshape(self._totals[place].shape))
+            block, self._block = self._block, None
+            found = block.sums()
+            if isinstance(block, _KeptRows):
+                self._add_all(found)  # in place: each product is an array of its own
+            else:
+                for place, added in enumerate(found):
+                    self._add(place, added.reshape(self._totals[place].shape))
         return self._totals
 
     @property
@@ -157,20 +233,39 @@ class PendingSums:
         """Bytes of the totals; blocks are bounded separately."""
         return sum(total.nbytes for total in self._totals)
 
+    def _add_all(self, products: Sequence[Array]) -> None:
+        for place, product in enumerate(products):
+            self._add_own(place, product)
+
+    def _add_own(self, place: int, product: Array) -> None:
+        """Add a product that nothing else refers to: the new total takes its memory, beside the old one's."""
+        total = self._totals[place]
+        if product.shape == total.shape and product.dtype == total.dtype:
+            self._totals[place] = self._xp.add(total, product, out=product)
+            self.counts(product)
+        else:
+            self._add(place, product)
+
     def _add(self, place: int, product: Array) -> None:
-        total = self._totals[place] = np.add(self._totals[place], product)
+        total = self._totals[place] = self._xp.add(self._totals[place], product)
         self.counts(total)
 
-    def _new_block(self, right: Array, lefts: Sequence[Array | None]) -> _PendingRows | None:
+    def _new_block(self, right: Array, lefts: Sequence[Array | None]) -> _PendingRows | _KeptRows | None:
         """Room for several iterations; None if the products are better added one by one."""
         if not self._fits(right, lefts):
             return None
         most = self._most_rows(right, lefts)
-        return _PendingRows(right, lefts, most, self.counts) if most > len(right) else None
+        if most <= len(right):
+            return None
+        # A CPU copies operands while they are in its cache. A card would need a launch for each copy.
+        if self._xp is np:
+            return _PendingRows(right, lefts, most, self.counts)
+        return _KeptRows(self._xp, right, lefts, most)
 
     def _most_rows(self, right: Array, lefts: Sequence[Array | None]) -> int:
         width = sum(left.shape[0] for left in lefts if left is not None)  # ones are there already
-        return rows_at_once(len(right), width, int(right.shape[1]), right.itemsize, self._block_bytes)
+        columns, on_card = int(right.shape[1]), self._xp is not np
+        return rows_at_once(len(right), width, columns, right.dtype.itemsize, self._block_bytes, on_card=on_card)
 
     def _fits(self, right: Array, lefts: Sequence[Array | None]) -> bool:
         if right.ndim != 2:
@@ -190,13 +285,17 @@ def pays(rows: int, width: int, columns: int) -> bool:
     return 0 < rows * (width + columns) < 3 * width * columns
 
 
-def rows_at_once(rows: int, width: int, columns: int, itemsize: int, block_bytes: int) -> int:
+def rows_at_once(rows: int, width: int, columns: int, itemsize: int, block_bytes: int, *, on_card: bool = False) -> int:
     """Return the number of rows worth one product, given the rows of one iteration."""
     if not pays(rows, width, columns):
         return rows
-    nbytes = rows * (width + columns) * itemsize
-    enough = enough_rows(width, columns)
-    return rows * min(most_at_once(rows, enough, nbytes, 2.0 * rows * width * columns, block_bytes), _ENOUGH_ITERATIONS)
+    nbytes, flops = rows * (width + columns) * itemsize, 2.0 * rows * width * columns
+    most = most_at_once(rows, enough_rows(width, columns), nbytes, flops, block_bytes, on_card=on_card)
+    most = min(most, _ENOUGH_ITERATIONS)
+    if on_card:
+        most //= 2  # it has the rows of a block twice while it multiplies them: these take the bytes that are planned
+        most = most if most >= _WORTH_ITERATIONS else 1
+    return rows * most
 
 
 def enough_rows(width: int, columns: int) -> int:
@@ -235,14 +334,18 @@ def _add_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, operands: O
 NEW_SUMS = Op(
     "pending_sums",
     lambda *totals, block_bytes: Spec(VARIANT),  # of unknown shape: it may be large
-    lambda xp, *, block_bytes: lambda *totals: PendingSums(totals, block_bytes),
+    lambda xp, *, block_bytes: lambda *totals: PendingSums(totals, block_bytes, xp),
     conduct=NEW_EACH,
     flops=free,
+    traits=BATCHED,
 )
-ADD_PRODUCTS = Op("add_products", lambda *_, operands: Spec(VARIANT), _add_kernel, conduct=NEW_EACH, flops=_add_flops)
+ADD_PRODUCTS = Op(
+    "add_products", lambda *_, operands: Spec(VARIANT), _add_kernel, conduct=NEW_EACH, flops=_add_flops, traits=BATCHED
+)
 SUMS = Op(
     "sums",
     lambda pending, *, values: values,
     lambda xp, *, values: lambda pending: tuple(pending.settle()),
     conduct=NEW_EACH,
+    traits=BATCHED,
 )

@@ -5,7 +5,9 @@ iterations are one product, of all their rows at once, made when the first of th
 rows (``xs[t]``) run once for each iteration as in the loop, only earlier.
 
 Blocks begin with one iteration and double, so a loop that ends early has made no more rows in vain than it has used.
-Where the predicate says how many iterations are left, blocks are as long as pays.
+Where the predicate says how many iterations are left, blocks are as long as pays. On a CPU that is some thousand rows,
+fewer if the event loop makes them. A card makes the rows of all iterations at once if there is room: one launch costs
+more than it saves to keep the rows in a cache.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from math import prod
+from math import inf, prod
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from asyncflow.graph.op import NEW_EACH, OPAQUE, Op, find_op
+from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.values import as_scalar
+from asyncflow.graph.ir import Node
+from asyncflow.graph.op import BATCHED, NEW_EACH, Op, find_op
 from asyncflow.graph.values.dtypes import VARIANT, DType
 from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec
@@ -43,7 +48,9 @@ _REMEMBERED = 256
 """Blocks that an iteration which comes late may still ask for; more overlap only if `parallel_iterations` says so."""
 
 
-def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes: int) -> int:
+def most_at_once(
+    rows: int, enough: float, nbytes: int, flops: float, block_bytes: int, *, on_card: bool = False
+) -> int:
     """Return the number of iterations worth doing at once, at least 1.
 
     Args:
@@ -52,18 +59,19 @@ def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes:
         nbytes: of the operands and results of one.
         flops: of its products.
         block_bytes: most bytes of all together.
+        on_card: a card makes the products, and the event loop only launches them.
     """
     most = min(enough / max(rows, 1), block_bytes / max(nbytes, 1))
-    if flops < LONG_FLOPS:
+    if flops < LONG_FLOPS and not on_card:
         most = min(most, INLINE_FLOPS / max(flops, 1))  # the block is made on the event loop, as one row would be
     return max(1, int(most))
 
 
 # -- what makes the rows ---------------------------------------------------------------------------------------------
 
-Steps = tuple[tuple[str, dict[str, object], tuple[int, ...]], ...]
-"""Ops with their attributes, and the numbers of their inputs: 0 is the loop's counter, then come the inputs of the
-node, then the results of earlier steps."""
+Steps = tuple[tuple[str, dict[str, object], tuple[int, ...], bool], ...]
+"""Ops with their attributes, the numbers of their inputs, and True if the host computes the step for a card. Number 0
+is the loop's counter, then come the inputs of the node, then the results of earlier steps."""
 
 
 @dataclass(slots=True)
@@ -94,24 +102,40 @@ def _bound(xp: Namespace, steps: Steps, results: Sequence[int], n_inputs: int) -
     """The maker of a block, of a `_BlockProgress`, the counters of its iterations and the inputs of the node."""
     varying = [False, True, *[False] * n_inputs]
     line: list[LineStep] = []
-    for name, attrs, inputs in steps:
+    for name, attrs, inputs, on_host in steps:
         op, operands = find_op(name), tuple(1 + place for place in inputs)
         assert op.kernel is not None
-        kernel = op.kernel(xp, **attrs)
+        kernel = op.kernel(np if on_host else xp, **attrs)
+        if on_host:
+            kernel = _giving_scalars(kernel)
         varies = [varying[place] for place in operands]
         varying.append(any(varies))
         if any(varies):  # else it is done once, for all iterations alike
             is_slice = op is GETITEM and attrs["key"] == (("input", 0),) and varies == [False, True]
-            kernel = _joined(kernel, varies) if op is MATMUL else _one_by_one(kernel, varies, is_slice=is_slice)
+            if op is MATMUL:
+                kernel = _joined(xp, kernel, varies)
+            else:
+                kernel = _one_by_one(kernel, varies, xp.ndarray if is_slice else None)
             operands = 0, *operands
         line.append(LineStep(kernel, operands))
     return straight_line(2 + n_inputs, line, [1 + place for place in results])
 
 
-def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Kernel:
-    """`kernel` for each iteration, up to the first for which it fails; that is an error only for the very first."""
+def _giving_scalars(kernel: Kernel) -> Kernel:
+    return lambda *operands: as_scalar(kernel(*operands))
+
+
+def _one_by_one(kernel: Kernel, varies: Sequence[bool], sliced: type[Array] | None) -> Kernel:
+    """`kernel` for each iteration, up to the first for which it fails; that is an error only for the very first.
+
+    Args:
+        kernel: of a step.
+        varies: which of its operands differ from iteration to iteration.
+        sliced: the type of arrays whose rows the kernel picks by the counter alone; None for any other kernel.
+    """
 
     def step(progress: _BlockProgress, *operands: Any) -> Sequence[Value] | Array:
+        is_slice = sliced is not None and isinstance(operands[0], sliced)
         rows = _neighbours(operands[0], operands[1], progress.count) if is_slice else None
         if rows is not None:
             return rows
@@ -120,8 +144,8 @@ def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Ke
         for _, *arguments in zip(range(progress.count), *columns, strict=False):
             try:
                 found.append(kernel(*arguments))
-            except Exception:
-                if not found:
+            except Exception as error:
+                if not found or isinstance(error, MemoryLimitExceeded):
                     raise
                 break
         progress.count = len(found)
@@ -130,31 +154,35 @@ def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Ke
     return step
 
 
-def _joined(kernel: Kernel, varies: Sequence[bool]) -> Kernel:
+def _joined(xp: Namespace, kernel: Kernel, varies: Sequence[bool]) -> Kernel:
     """Return `kernel`, a matrix product, for all iterations at once, as far as their rows fit below one another."""
-    is_left = varies[0]
+    is_left, array_type, on_card = varies[0], xp.ndarray, xp is not np
 
-    def step(progress: _BlockProgress, *operands: Any) -> list[Array]:
+    def step(progress: _BlockProgress, *operands: Any) -> Sequence[Array]:
         rows, matrix = operands if is_left else operands[::-1]
         rows, first = rows[: progress.count], rows[0]
         by = matrix if is_left or matrix.ndim != 2 else matrix.T
         fits = matrix.ndim == 2 and first.ndim >= 1 and (is_left or first.ndim == 1) and first.shape[-1] == by.shape[0]
-        progress.count = _alike(rows) if fits else 1
-        if progress.count > 1:
-            rows = rows[: progress.count]
-            products = _split(kernel(_below_one_another(rows, by.shape[0]), by), rows)
-        else:
+        is_array = isinstance(rows, array_type)
+        products: Sequence[Array]
+        progress.count = (len(rows) if is_array else _alike(rows)) if fits else 1
+        rows = rows[: progress.count]
+        if progress.count <= 1:
             products = [kernel(first, matrix) if is_left else kernel(matrix, first)]
+        elif is_array or (on_card and all(row.shape == first.shape for row in rows)):
+            # A card stacks rows by one kernel for many of them, and joins only few by one.
+            product = kernel((rows if is_array else xp.stack(rows)).reshape(-1, by.shape[0]), by)
+            products = product.reshape(progress.count, *first.shape[:-1], product.shape[1])
+        else:
+            products = _split(kernel(xp.concatenate([row.reshape(-1, by.shape[0]) for row in rows]), by), rows)
         progress.add(first, matrix, products[0])
         return products
 
     return step
 
 
-def _alike(rows: Sequence[Array] | Array) -> int:
+def _alike(rows: Sequence[Array]) -> int:
     """Return the number of first `rows` that fit below one another: matrices may have different numbers of rows."""
-    if isinstance(rows, np.ndarray):
-        return len(rows)
     first = rows[0]
     fixed = 1 if first.ndim == 2 else 0
     others = (
@@ -163,13 +191,7 @@ def _alike(rows: Sequence[Array] | Array) -> int:
     return next(others, len(rows))
 
 
-def _below_one_another(rows: Sequence[Array] | Array, columns: int) -> Array:
-    if isinstance(rows, np.ndarray):
-        return rows.reshape(-1, columns)
-    return np.concatenate([row.reshape(-1, columns) for row in rows])
-
-
-def _split(product: Array, rows: Sequence[Array] | Array) -> list[Array]:
+def _split(product: Array, rows: Sequence[Array]) -> list[Array]:
     """The products of each of `rows`, which were one below the other."""
     found, start = [], 0
     for row in rows:
@@ -239,11 +261,15 @@ class ProductsAhead:
         "_inputs",
         "_lock",
         "_next",
+        "_on_card",
         "_program",
     )
 
-    def __init__(self, program: Kernel, course: _Course, block_bytes: int, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, program: Kernel, course: _Course, block_bytes: int, inputs: Sequence[Any], *, on_card: bool
+    ) -> None:
         self._program = program
+        self._on_card = on_card
         self._course = course
         self._block_bytes = block_bytes
         self._bound = None if course.margin is None else int(inputs[-2])
@@ -287,16 +313,22 @@ class ProductsAhead:
                 return self._make(index, 1)[0]  # the iteration that it is the fault of says so itself
             self._asked.append((first, count))
             self._end = first + step * block.count
-            most = most_at_once(progress.rows, ENOUGH_ROWS, progress.nbytes, progress.flops, self._block_bytes)
+            most = self._most(progress)
             self._next = most if self._course.is_exact else min(2 * self._next, most)
             if block.has(index):
                 return block
+
+    def _most(self, of_one: _BlockProgress) -> int:
+        enough, on_card = inf if self._on_card else ENOUGH_ROWS, self._on_card
+        return most_at_once(of_one.rows, enough, of_one.nbytes, of_one.flops, self._block_bytes, on_card=on_card)
 
     def _make(self, first: int, count: int) -> tuple[_MadeAhead, _BlockProgress]:
         counters = self._counters(first, count)
         progress = _BlockProgress(len(counters))
         outputs = self._program(progress, counters, *self._inputs)
-        nbytes = sum([row.nbytes for rows in outputs for row in rows])
+        nbytes = sum(
+            [rows.nbytes if hasattr(rows, "nbytes") else sum([row.nbytes for row in rows]) for rows in outputs]
+        )
         block = _MadeAhead(first, self._course.step, progress.count, outputs, nbytes)
         self._blocks = (block, *self._blocks[:1])
         return block, progress
@@ -323,7 +355,14 @@ def _ahead_kernel(
     xp: Namespace, *, steps: Steps, results: tuple[int, ...], n_inputs: int, course: Course, block_bytes: int
 ) -> Kernel:
     program = _bound(xp, steps, results, n_inputs)
-    return lambda *inputs: ProductsAhead(program, _Course(*course), block_bytes, inputs)
+    on_card = xp is not np
+    return lambda *inputs: ProductsAhead(program, _Course(*course), block_bytes, inputs, on_card=on_card)
+
+
+def _ends(node: Node) -> Sequence[int]:
+    """The inputs that say where the counter begins and ends."""
+    count, margin = len(node.inputs), node.attrs["course"][2]
+    return (count - 1,) if margin is None else (count - 2, count - 1)
 
 
 def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int, value: Spec, summed: int) -> float:
@@ -332,12 +371,21 @@ def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int,
 
 # Each belongs to one activation of one loop, so it is never shared with an equal one. Its shape is unknown: it may be
 # large.
-PRODUCTS_AHEAD = Op("rows_ahead", lambda *_, **attrs: Spec(VARIANT), _ahead_kernel, conduct=NEW_EACH, flops=free)
+PRODUCTS_AHEAD = Op(
+    "rows_ahead",
+    lambda *_, **attrs: Spec(VARIANT),
+    _ahead_kernel,
+    conduct=NEW_EACH,
+    flops=free,
+    host_inputs=_ends,
+    traits=BATCHED,
+)
 PRODUCT_AHEAD = Op(
     "row_ahead",
     lambda *_, which, value, summed: value,
     lambda xp, *, which, value, summed: lambda rows, counter, *needed: rows.row(which, int(counter)),
     flops=_row_flops,
-    traits=OPAQUE,
+    host_inputs=(1,),
+    traits=BATCHED,
 )
 """One row of a `ProductsAhead`; further inputs are what fails in this iteration if its rows cannot be made."""

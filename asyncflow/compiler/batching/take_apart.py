@@ -10,10 +10,11 @@ The sum is added up in another order, so it is the same within rounding, as all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import reduce
 from itertools import accumulate, groupby
 
-from asyncflow.compiler.batching.batch_rows import Classes, classified, pays_ahead
+from asyncflow.compiler.batching.batch_rows import Classes, classified
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.loops.counters import counters
 from asyncflow.compiler.program.purity import awaited_nodes
@@ -32,11 +33,16 @@ from asyncflow.ops.matrices.products import MATMUL
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 
-def take_apart(loop: WhileNode) -> list[Node]:
-    """Take products of `loop` apart, in place; return the nodes to stand in front of it."""
+def take_apart(loop: WhileNode, on_host: AbstractSet[Tensor] | None = None) -> list[Node]:
+    """Take products of `loop` apart, in place; return the nodes to stand in front of it.
+
+    Args:
+        loop: a `while`.
+        on_host: see `batch_rows`.
+    """
     apart = _Apart(loop)
     for place, _ in counters(loop):
-        classes = classified(loop, place)
+        classes = classified(loop, place, on_host)
         for node in list(apart.body.nodes):
             if node.op is MATMUL and node.outputs[0] not in classes.varying:
                 apart.take(node, classes)
@@ -80,7 +86,7 @@ class _Apart:
         if len(runs) == 1 or not any(
             not classes.varying.isdisjoint(row)
             and _need_not_wait(row[0], classes)
-            and pays_ahead(_joined_spec(row), _cut_spec(matrix, cut, axis), is_left=is_left)
+            and classes.pays_ahead(_joined_spec(row), _cut_spec(matrix, cut, axis), is_left=is_left)
             for row, cut in zip(rows, cuts, strict=True)
         ):
             return

@@ -16,6 +16,7 @@ import numpy as np
 from asyncflow.autodiff.stores.row_gradients import READ_ROWS, RowGradient
 from asyncflow.autodiff.stores.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
+from asyncflow.compiler.batching.products_ahead import PRODUCTS_AHEAD
 from asyncflow.compiler.lowering.lasting import keeping, lasts
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.plan import Partition, PlanFrame
@@ -118,7 +119,7 @@ class Binding:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
         is_checked = self.options.debug or self.options.check_numerics or (self.takes and lasts(node))
         stream = self.streams.get(node, 0)
-        bare = partial(self.bare, node=node)
+        bare = self._bare_on(launching, node)
         return bind_launch(node, bare, launching, stream, self.on_host, is_checked=is_checked)
 
     def bare(self, xp: Namespace, node: Node) -> Kernel:
@@ -127,6 +128,12 @@ class Binding:
         checks = options.check_numerics
         kernel = bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=checks)
         return keeping(kernel) if self.takes and lasts(node) else kernel
+
+    def _bare_on(self, device: AsynchronousDevice, node: Node) -> Callable[[Namespace], Kernel]:
+        """Return what gives the node's kernel for an array namespace, or for the device's namespace of stores."""
+        if node.op in (NEW_SUMS, PRODUCTS_AHEAD):
+            return lambda _: self.bare(device.store_xp, node)
+        return partial(self.bare, node=node)
 
     def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
         """Return a region's code, and the kernel that a firing calls."""
@@ -146,7 +153,7 @@ class Binding:
             return code, code.function
 
         def bind(member: Node) -> Kernel:
-            return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
+            return bind_member(member, self._bare_on(launching, member), launching, stream, self.on_host)
 
         # On a card with a limit, saved values may have to move for a buffer that is kept.
         spare_bytes = _SPARE_ON_CARD if limit is None else 0

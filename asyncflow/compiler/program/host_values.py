@@ -22,10 +22,11 @@ from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.facts import MOVE
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Memory
+from asyncflow.graph.op import Memory, host_inputs
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.spec import Spec
+from asyncflow.ops.indexing.indexing import GETITEM
 
 _STORES = frozenset({NEW_STORE, MOVING_STORE, SAVE, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE, READ_SAVED})
 """Ops of stores, which return saved values unchanged: a number that the host has counted stays there."""
@@ -56,6 +57,19 @@ def may_stay_on_host(node: Node) -> bool:
 def computes_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
     """Return True if the host computes the node, as it has all inputs."""
     return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
+
+
+def finds_its_inputs(node: Node, found: AbstractSet[Tensor]) -> bool:
+    """Return True if no input of a node on a card has to be copied to or from the host."""
+    read = host_inputs(node)
+    for index, tensor in enumerate(node.inputs):
+        if index in read:
+            is_found = tensor in found and (tensor.shape == () or node.op is not GETITEM)
+        else:
+            is_found = tensor not in found or tensor.shape == ()
+        if not is_found:
+            return False
+    return True
 
 
 def may_be_host_vector(spec: Spec) -> bool:

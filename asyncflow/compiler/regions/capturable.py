@@ -18,17 +18,16 @@ from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from asyncflow.autodiff.stores.saved_values import MOVING_STORE
-from asyncflow.compiler.program.host_values import add_host_values, computes_on_host
+from asyncflow.compiler.program.host_values import add_host_values, computes_on_host, finds_its_inputs
 from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.errors import counted
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import WAITS, Op, host_inputs, runs_on_host
+from asyncflow.graph.op import WAITS, Op, runs_on_host
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
-from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.state.variables.variable import UPDATE, VARIABLE_READ
 from asyncflow.values import Kernel, Namespace
 
@@ -100,7 +99,7 @@ def why_not_in_graph(node: Node, on_host: AbstractSet[Tensor]) -> str | None:
         return f"{_named(node)} {_nature(node)}"
     if node.op is UPDATE and (obstacle := _why_no_update(node)) is not None:
         return f"{_named(node)} has a function with {obstacle}"
-    return None if _finds_its_inputs(node, on_host) else f"{_named(node)} would copy an input between host and card"
+    return None if finds_its_inputs(node, on_host) else f"{_named(node)} would copy an input between host and card"
 
 
 def _why_no_update(node: Node) -> str | None:
@@ -146,19 +145,6 @@ def _launches(nodes: Iterable[Node], on_host: AbstractSet[Tensor]) -> int:
 def _is_launch(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     launches = node.op.kernel is not None and node.op not in (CONSTANT, VARIABLE_READ)
     return launches and not computes_on_host(node, on_host)
-
-
-def _finds_its_inputs(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    """Return True if no input has to be copied to or from the host."""
-    read = host_inputs(node)
-    for index, tensor in enumerate(node.inputs):
-        if index in read:
-            is_found = tensor in on_host and (tensor.shape == () or node.op is not GETITEM)
-        else:
-            is_found = tensor not in on_host or tensor.shape == ()
-        if not is_found:
-            return False
-    return True
 
 
 # -- loops -----------------------------------------------------------------------------------------------------------

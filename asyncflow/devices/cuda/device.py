@@ -30,7 +30,7 @@ from asyncflow.devices.cuda.graphs.products import Products, cublas
 from asyncflow.devices.cuda.kernels import KernelLaunches
 from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
-from asyncflow.devices.cuda.namespace import CudaNamespace
+from asyncflow.devices.cuda.namespace import CountedNamespace, CudaNamespace
 from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
 from asyncflow.devices.cuda.transfers.copies import CudaCopies, enable_peer_access
@@ -125,6 +125,11 @@ class CudaDevice(Progress):
         self._host = ThreadStream(f"{self.name}/host")
         self.exchange = Exchange(self)
         self._is_started = False
+
+    @property
+    def store_xp(self) -> ModuleType:
+        """A namespace for a store that launches kernels of its own, which counts them."""
+        return CountedNamespace(self._namespace, self.memory.requests)
 
     async def open(self) -> None:
         """`start` on a thread that may wait. Idempotent."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.cuda.graphs.products import Products
     from asyncflow.devices.cuda.kernels import KernelLaunches
+    from asyncflow.devices.memory import Requests
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Array, Kernel, Value
@@ -183,6 +184,37 @@ class CudaNamespace(ModuleType):
         def call(*args: Placed, **options: Any) -> CupyArray:
             dtype = args[-1].dtype
             return function(*args, **options).astype(dtype, copy=False)
+
+        return call
+
+
+class CountedNamespace(ModuleType):
+    """The same for stores that launch kernels of their own: the device counts these.
+
+    Args:
+        xp: the namespace.
+        requests: the counts of the device.
+    """
+
+    def __init__(self, xp: ModuleType, requests: Requests) -> None:
+        super().__init__("asyncflow.cuda.stores", "CuPy as stores use it.")
+        self._xp = xp
+        self._requests = requests
+
+    def __getattr__(self, name: str) -> object:
+        found: object = getattr(self._xp, name)
+        if isinstance(found, type | ModuleType) or not callable(found):
+            return found
+        call = self._counted(found)
+        setattr(self, name, call)
+        return call
+
+    def _counted(self, function: Kernel) -> Kernel:
+        def call(*args: Value, **options: Value) -> object:
+            result: object = function(*args, **options)
+            if getattr(result, "base", self) is None:  # an array in memory of its own
+                self._requests.kernels += 1
+            return result
 
         return call
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -124,6 +125,11 @@ class SimDevice(Timeline):
             rate = spec.host_link.bytes_per_s if self._is_card else spec.disk_bytes_per_s
             self.swapping = SimSwapping(self, spaces, ns_per_byte=_NS_PER_S / rate)
         self.memory.advise = spill_advice if self.swapping is None else self.swapping.advice
+
+    @property
+    def store_xp(self) -> ModuleType:
+        """A namespace that notes kernels on a card; NumPy on a CPU, whose kernels have their time by the node."""
+        return self.machine.noting if self._is_card else self.xp
 
     def __repr__(self) -> str:
         return f"<SimDevice {self.name}, {self.card.name}>"

@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncflow.devices.memory import Held, owner_of
 from asyncflow.devices.protocol import ArraySpec, HostKernel, KernelInfo, Placed, Span, recording
+from asyncflow.devices.sim.namespace import lacks_memory
 from asyncflow.devices.sim.shapes import OutputSpecs, SpecRule, lacks_data
 from asyncflow.devices.sim.values import (
     SMALL_BYTES,
@@ -148,10 +149,42 @@ class SimLauncher:
 
     def _compute(self, args: Sequence[Value]) -> Placed:
         raw = [self._raw(value) if isinstance(value, _PLACED) else value for value in args]
+        if self._info.keeps_arrays:
+            return self._kept(args, raw)
         if self._info.in_region:
             return self._kernel(*raw)
         with quiet():
             return self._kernel(*raw)
+
+    def _kept(self, args: Sequence[Value], raw: Sequence[Placed]) -> Placed:
+        """The result of a kernel that keeps arrays, and may have launched kernels of its own."""
+        noting = self._device.machine.noting
+        try:
+            if self._info.in_region:
+                result = self._kernel(*raw)
+            else:
+                with quiet():
+                    result = self._kernel(*raw)
+        except BaseException:
+            noting.noted.clear()
+            raise
+        if noting.noted:
+            self._launch_noted(args)
+        return result
+
+    def _launch_noted(self, args: Sequence[Value]) -> None:
+        """Give the stream the kernels that a store has launched inside, and count their memory."""
+        device, stream, name = self._device, self._stream, self._info.name
+        stores = [value for value in args if type(value) is SimOpaque]
+        device.order(stream, [event for store in stores for event in store.events])
+        for noted in device.machine.noting.taken():
+            event = stream.origin(name)
+            if noted.flops is not None:
+                is_wide = noted.filled.dtype in WIDE
+                event = device.launch_kernel(stream, noted.flops, noted.nbytes, is_wide, name, fired=False)
+                device.state_events[stream] = event
+            if noted.made is not None:
+                Storage(device, stream, event, noted.made.nbytes).keep(noted.made)
 
     def _raw(self, value: SimArray | SimOpaque | SimUnknown) -> Placed:
         if isinstance(value, SimOpaque):
@@ -289,7 +322,7 @@ class SimLauncher:
         if type(storage) is BlockStorage:  # its parts have writers of their own, later than the one of the block
             written = self._join(events)
         data = output
-        if self._device.machine.shapes_only and (forgets or output.nbytes > SMALL_BYTES):
+        if self._device.machine.shapes_only and (forgets or output.nbytes > SMALL_BYTES or lacks_memory(output)):
             data = storage.array = None
         return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
 

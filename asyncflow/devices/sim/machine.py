@@ -13,6 +13,7 @@ from asyncflow.devices.captures import GivesWay
 from asyncflow.devices.figures.host import LAUNCHES, Host, HostThread, Launches
 from asyncflow.devices.figures.presets import DEFAULT_HOST, MachineSpec
 from asyncflow.devices.sim.links import CopyLane
+from asyncflow.devices.sim.namespace import SimNamespace
 from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, StandIn, Storage
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
@@ -41,6 +42,7 @@ class SimMachine:
         landing: memory that a copy fills, by the event of the copy, until that is done or the pool of that memory
             waits for it; see `asyncflow.devices.cuda.values.Landing`.
         hazards: all that were found, as messages.
+        noting: the namespace of stores on cards that launch kernels of their own.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SimMachine:
         self.graphs: WeakKeyDictionary[GivesWay, SimMemoryAccount] = WeakKeyDictionary()
         self.landing: dict[SimEvent, Storage] = {}
         self.hazards: list[str] = []
+        self.noting = SimNamespace(shapes_only=shapes_only)
         self._raised = 0
         self._random = Random(seed)
         self._lanes: dict[str, CopyLane] = {}

@@ -277,7 +277,7 @@ class StoreLauncher(SimLauncher):
         at_once = memory.credit
         memory.credit = late.append  # see `SimMemoryAccount.one_kernel`, which would take twice as long
         try:
-            result = self._kernel(*raw)
+            result = self._kept(args, raw)
             if info.single or len(result) == 1:
                 placed = self._moved(result if info.single else result[0], stores, arrays)
                 if placed is not None:
@@ -304,7 +304,7 @@ class StoreLauncher(SimLauncher):
             for store in stores:
                 self._count_buffers(store.value)
             data: Placed = output
-            if device.machine.shapes_only and output.nbytes > SMALL_BYTES:
+            if device.machine.shapes_only and (output.nbytes > SMALL_BYTES or type(owner) is StandIn):
                 data = home.array = None
             return self._followed(SimArray(data, output.dtype, output.shape, home, home.written, name))
         held: Held | None = getattr(output, "held", None)

@@ -91,6 +91,8 @@ def kernel_count(node: Node, on_host: AbstractSet[Tensor]) -> int:
         on_host: tensors whose values are on the host.
     """
     op = node.op
+    if op.traits.counts_itself:
+        return 0
     if op is UPDATE:
         return sum(kernel_count(inner, on_host) for inner in node.attrs["function"].nodes)
     if op.kernel is None or op in _NO_LAUNCH or op.traits.memory is Memory.METADATA or computes_on_host(node, on_host):
