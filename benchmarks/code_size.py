@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 12_254,
-    "asyncflow/runtime/": 11_195,
+    "asyncflow/runtime/": 11_197,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_866,
     "asyncflow/graph/": 3_020,

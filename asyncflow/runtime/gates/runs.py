@@ -192,7 +192,9 @@ class Runs:
         )
         if checked is not None:
             passing.values, passing.is_checked = checked, True
-        return await self._passed(passing, values, Path(trace) if isinstance(trace, str | Path) else None)
+        return await self._passed(
+            passing, values, None if trace is None or trace is recorder else Path(cast("str", trace))
+        )
 
     async def _passed(self, passing: _GatedCall, values: Sequence[Value], path: Path | None) -> Nest:
         """The result of a call that passes the gates; its trace is written to `path`."""

@@ -80,7 +80,7 @@ class PriorityLine(Generic[P, M]):
         members = self.by_priority[priority]
         for index in range(bisect_left(places, place), len(places)):
             if members[index] is member:
-                self._remove(priority, index)
+                self.remove(priority, index)
                 return index
             if places[index] != place:
                 break
@@ -107,9 +107,10 @@ class PriorityLine(Generic[P, M]):
 
     def pop(self) -> M:
         """Remove and return the member whose turn it is, where all take the same."""
-        return self._remove(self.shares.pick(self.by_priority), 0)
+        return self.remove(self.shares.pick(self.by_priority))
 
-    def _remove(self, priority: int, index: int) -> M:
+    def remove(self, priority: int, index: int = 0) -> M:
+        """Remove and return the member of a priority at an index of its line."""
         members = self.by_priority[priority]
         member = members.pop(index)
         del self._places[priority][index]

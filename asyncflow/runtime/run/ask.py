@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.errors import DeadlineExceeded
 
@@ -17,9 +16,10 @@ if TYPE_CHECKING:
     from asyncflow.runtime.watch.trace import Trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(NamedTuple):
     """The terms of one run, given by its caller, or by the batch or pool that it computes for.
+
+    A tuple, as each run makes one: a frozen data class of ten fields takes twice as long.
 
     Attributes:
         asked_s: when, in the event loop's time.

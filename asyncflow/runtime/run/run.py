@@ -39,6 +39,16 @@ _MOST_TOLD = 5
 """Maximum number of waiting firings listed in a message."""
 
 
+def _enter(part: RunPart) -> None:
+    """Have the current context belong to a run. Each run does, so this is one call."""
+    leave_graphs()
+    if call_log.get() is not None:
+        call_log.set(None)  # a recorded function asked for this run, whose calls are its own
+    if attempts_of.get() is not None:
+        attempts_of.set(None)  # and a traced one
+    own_context(part)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """A structured-concurrency scope: when `wait` returns or raises, nothing of the run is left.
@@ -124,12 +134,7 @@ class Run:
 
     def __post_init__(self, plan: Plan) -> None:
         self.part = RunPart(self.turn, current_part(), run=self.id, trace=self.trace)
-        self.context.run(leave_graphs)
-        if self.context.get(call_log) is not None:
-            self.context.run(call_log.set, None)  # a recorded function asked for this run, whose calls are its own
-        if self.context.get(attempts_of) is not None:
-            self.context.run(attempts_of.set, None)  # and a traced one
-        self.context.run(own_context, self.part)
+        self.context.run(_enter, self.part)
         self.part.emitter = self.emitter
         if self.ticket is not None:
             self.part.on_wait = self.look_aside

@@ -217,12 +217,12 @@ class Lane(Generic[M]):
         """Take the next `size` members at most; of more than one, no more than the policy's bytes."""
         taken: list[M] = []
         nbytes, most = 0, self.policy.max_bytes
-        while self.waiting and len(taken) < size:
+        while self.waiting.by_priority and len(taken) < size:
             member = self.waiting.take_turn()
             nbytes += member.nbytes
             if taken and most is not None and nbytes > most:
                 break
-            self.discard(member)
+            self.waiting.remove(member.priority)  # it is the first of these
             taken.append(member)
         return taken
 
@@ -236,7 +236,7 @@ class Lane(Generic[M]):
         Returns:
             The members; none if several wait, and all of them will probably be late.
         """
-        if self.policy.cost == "none" or (len(members) == 1 and not self.waiting):
+        if self.policy.cost == "none" or (len(members) == 1 and not self.waiting.by_priority):
             return members
         first_ns = min([member.deadline_ns for member in members])
         if first_ns == inf or now_ns + self._safe_ns(len(members)) <= first_ns:
@@ -353,7 +353,7 @@ class Batcher(Generic[M]):
                 found = min(found, *(call.overdue_ns() for call in lane.under_way))
             elif now_ns < lane.held_ns:
                 found = min(found, lane.held_ns)
-            elif lane.waiting:
+            elif lane.waiting.by_priority:
                 found = min(found, lane.asked_again_ns)
         return found
 
@@ -437,7 +437,7 @@ class Batcher(Generic[M]):
             return True
         # Late members go before the policy is asked: they must not decide when a call begins, or for how many.
         lane.drop_late(now_ns)
-        if not lane.waiting:
+        if not lane.waiting.by_priority:
             self._drop_if_empty(lane)
             return False
         return self._decides(lane, now_ns, is_idle)
@@ -451,7 +451,7 @@ class Batcher(Generic[M]):
             # All members have left, and the last decision is about other members than those that wait now.
             if not self._is_ready(lane, now_ns, is_idle):
                 return []
-        if not lane.waiting:
+        if not lane.waiting.by_priority:
             return []
         if lane.policy.policy is not None and not self.is_ending:
             return [lane.take(lane.chosen)]
@@ -511,5 +511,5 @@ class Batcher(Generic[M]):
 
     def _drop_if_empty(self, lane: Lane[M]) -> None:
         # A signature names values that a run has brought, and must not outlive it.
-        if not (lane.waiting or lane.suspects or lane.under_way) and self.lanes.get(lane.signature) is lane:
+        if not (lane.waiting.by_priority or lane.suspects or lane.under_way) and self.lanes.get(lane.signature) is lane:
             del self.lanes[lane.signature]

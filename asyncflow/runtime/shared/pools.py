@@ -101,9 +101,12 @@ class _Steps:
         """As `run`, of the values of rows."""
         return self.rows_of(await self.run(self.given(values), size, most))
 
+    def count(self, values: list[Array]) -> None:
+        """Count the slabs that values of rows are parts of."""
+        self._bodies.count_rows(self._plan, compress(values, self._has_rows), "rows")
+
     def given(self, values: list[Array]) -> list[Array]:
         """Return the values of rows as the graph takes them; shared captures stay as they are."""
-        self._bodies.count_rows(self._plan, compress(values, self._has_rows), "rows")
         if self.is_one:
             return [_first_row(x) if own else x for x, own in zip(values, self._has_rows, strict=True)]
         return [np.ones(len(values[0]), bool), *values]
@@ -345,8 +348,12 @@ class LoopPool(SharedWork):
             # Where the pool is full, nobody can join before one leaves, which ends the call.
             is_full = self.rows.live == self.shared.pool.capacity
             most = inf if is_full else 4 ** (self._calm + 2 * steps.is_one)
+        values = group.inputs(0, count)
+        if not group.is_counted:
+            steps.count(values)
+            group.is_counted = True
         try:
-            found = await self._at_once(steps, steps.given(group.inputs(0, count)), size, most)
+            found = await self._at_once(steps, steps.given(values), size, most)
         except Exception as error:
             self.end_group(group, error)
             return

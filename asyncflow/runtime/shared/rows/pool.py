@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import repeat
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -83,6 +84,8 @@ class RowGroup(Generic[A]):
 
     key: Hashable = None
     """The extents of a row, by which the pool finds the group; see `PoolRows.groups`."""
+    is_counted = False
+    """True if the memory of the slabs has been counted."""
 
     def __init__(self, has_rows: Sequence[bool], n_vars: int, most: int, *, is_watched: bool) -> None:
         self.rows: list[A] = []
@@ -112,7 +115,7 @@ class RowGroup(Generic[A]):
 
     def variables(self, row: int) -> list[Array]:
         """Copies of the variables of one row."""
-        return [_taken(slab, row) for slab in self._slabs[: self._n_vars]]
+        return [slab[row] if slab.dtype == object else slab[row, ...].copy() for slab in self._slabs[: self._n_vars]]
 
     def size(self) -> int:
         """Return the number of elements of its rows."""
@@ -150,26 +153,22 @@ class RowGroup(Generic[A]):
 
     def write(self, following: Sequence[Array]) -> bool:
         """Take the next variables of all rows; return True if they have other shapes than before."""
-        rows = len(self.rows)
-        # A body that works in place gives the parts of slabs back that `inputs` lent it: they hold their next values.
-        pairs = enumerate(zip(following, self._lent, strict=False))
-        there = {place for place, (values, mine) in pairs if values is mine and len(values) == rows}
-        # A view may look into a slab that is written to before it is read: a body that exchanges two variables.
-        following = [
-            values if values.base is None or place in there else values.copy() for place, values in enumerate(following)
-        ]
+        rows, fresh = len(self.rows), []
+        for place, (values, mine) in enumerate(zip(following, self._lent or repeat(None), strict=False)):
+            # A body that works in place gives parts of slabs back that `inputs` lent it: they hold their next values.
+            if values is not mine or len(values) != rows:
+                # A view may look into a slab that is written to before it is read: a body that exchanges two variables.
+                fresh.append((place, values if values.base is None else values.copy()))
         has_changed = False
-        for place, values in enumerate(following):
+        for place, values in fresh:
             slab = self._slabs[place]
-            if place in there:
-                continue
             if values.shape[1:] == slab.shape[1:]:
                 slab[:rows] = values
             else:
                 # The results are the new slab, without room for more: the next row to join makes all slabs grow.
                 self._slabs[place], self._room, has_changed = values, rows, True
         if has_changed:
-            self._row_size = sum(math.prod(slab.shape[1:]) for slab in self._slabs)
+            self._row_size, self.is_counted = sum(math.prod(slab.shape[1:]) for slab in self._slabs), False
         return has_changed
 
     def _grow(self, values: Sequence[Array]) -> None:
@@ -181,7 +180,7 @@ class RowGroup(Generic[A]):
         slabs = [np.empty((self._room, *shape), dtype) for shape, dtype in specs]
         for larger, slab in zip(slabs, self._slabs, strict=False):  # there are none at first
             larger[:rows] = slab[:rows]
-        self._slabs = slabs
+        self._slabs, self.is_counted = slabs, False
         self._row_size = sum(math.prod(shape) for shape, _ in specs)
         self._stores = [slab for slab in slabs if slab.dtype == object]
         if self._owners is not None:
@@ -309,7 +308,8 @@ class PoolRows(Generic[A]):
     def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
         """Give an activation a row, now or with others of its shapes that are not known to go on."""
         self.live += 1
-        key: Hashable = tuple([_extents(activation.inputs[place], by_size=self._by_size) for place in self._own])
+        by_size, own = self._by_size, [activation.inputs[place] for place in self._own]
+        key = tuple([x.shape if hasattr(x, "shape") else _extents(x, by_size=by_size) for x in own])
         if activation.is_checked:
             self._group(key).add(activation, activation.inputs)
         else:
