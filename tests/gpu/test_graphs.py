@@ -14,8 +14,9 @@ import pytest
 from asyncflow.devices.captures import WARM_UPS, GraphCode
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs.conditional import ENDED, STOPPED, TOO_LONG, Limits
-from asyncflow.devices.cuda.graphs.graph import CapturedRegion, capture
+from asyncflow.devices.cuda.graphs.graph import CALM, CapturedRegion, capture
 from asyncflow.devices.cuda.graphs.loop import DeviceLoop
+from asyncflow.devices.cuda.transfers.buffers import LentMemory
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.devices.decisions import Branch, Decision, Loop
 from tests.gpu.card import Card
@@ -136,6 +137,38 @@ async def test_t12_a_graph_holds_our_own_products(card: Card, dtype: str) -> Non
             one, other = (value.astype(wide) for value in pair(x, y, many, single))
             tolerance = 8 * float(ml_dtypes.finfo(kind).eps) * np.matmul(abs(one), abs(other)).max()
             np.testing.assert_allclose(found.astype(wide), np.matmul(one, other), 0, tolerance, err_msg=str(index))
+
+
+@on_loop
+async def test_t12_results_that_are_held_are_not_overwritten(card: Card) -> None:
+    """Two graphs share memory and lend their results; the card's CuPy counts references to results."""
+    random_ = np.random.default_rng(0)
+    async with card.device(memory_limit=64 << 20) as device:
+        x, y = [await _sent(device, random_.normal(size=(ROWS, COLUMNS))) for _ in range(2)]
+        functions = [lambda x, y: _chain(card.cupy, x, y), lambda x, y: _chain(card.cupy, y, x * 0.5)]
+        regions = [
+            CapturedRegion(card.cupy, device.compute, device.pool, function, "chain", GraphCode(function))
+            for function in functions
+        ]
+        with device.activate():
+            unused = LentMemory(card.cupy.empty(8))
+            assert unused.shows_users
+            launched = [region(x, y) for region in regions]
+            for _ in range(WARM_UPS + CALM + 2):
+                for region in regions:
+                    region(x, y)
+            assert [graph.lending.is_on for region in regions for graph in region.graphs.made] == [True, True]
+            held = [region(x, y) for region in regions]
+            views = [(values[0][1:], values[1].reshape(-1)) for values in held]
+            del held
+            again = [region(x * k, y) for k in range(1, 5) for region in regions]
+        expected = [await _fetched(device, values) for values in launched]
+        for (first, second), wanted in zip(views, expected, strict=True):
+            found = await _fetched(device, [first, second])
+            assert found[0].tobytes() == wanted[0][1:].tobytes()
+            assert found[1].tobytes() == wanted[1].tobytes()
+        for values, wanted in zip(again[:2], expected, strict=True):
+            assert [value.tobytes() for value in await _fetched(device, values)] == [x.tobytes() for x in wanted]
 
 
 @on_loop
