@@ -332,6 +332,21 @@ async def test_a_small_fetch_behind_all_work_says_that_this_has_ended(cupy: Fake
         cupy.resume()
 
 
+async def test_small_copies_beside_large_ones_hold_up_no_kernel(cupy: FakeCupy) -> None:
+    """A card makes one copy in a direction at a time: kernels behind a small one would wait for the large ones."""
+    async with opened(cupy) as device:
+        large, small = (computed(device, lambda n=n: cupy.full(n, 1.0)) for n in (LARGE.size, 8))
+        cupy.pause()
+        going = [fetched(device, large), fetched(device, small)]
+        before = cupy.pending(device.compute.raw)
+        coming = [await fed(device, LARGE), await fed(device, LARGE[:8])]
+        # For the second feed the memory has to be free once more.
+        assert cupy.pending(device.compute.raw) == before + 2
+        assert [value.stream for value in coming] == [device.h2d, device.h2d]
+        cupy.resume()
+        assert (await going[1]).sum() == 8 and (await going[0]).sum() == LARGE.size
+
+
 async def test_a_large_fetch_behind_all_work_says_so_too(cupy: FakeCupy) -> None:
     async with opened(cupy) as device:
         x = computed(device, lambda x: x + 1, await fed(device, LARGE))

@@ -204,6 +204,15 @@ def test_memory_for_a_copy_is_free_where_the_host_has_seen_the_end_of_compute(ma
     assert device.thread.calls["event"] == events and machine.hazards == []
 
 
+def test_a_small_copy_beside_a_large_one_holds_up_no_kernel(machine: SimMachine) -> None:
+    """A card makes one copy in a direction at a time; kernels behind the small one would wait for the large one."""
+    device = SimDevice(machine)
+    large, small = device.copy_in(np.ones(IN_ORDER_BYTES)), device.copy_in(np.ones(3))
+    assert {large.written.stream, small.written.stream} == {device.h2d}
+    machine.loop.run_until_complete(small.written.wait())
+    assert device.copy_in(np.ones(3)).written.stream is device.compute
+
+
 @pytest.mark.usefixtures("unordered")
 def test_a_small_copy_needs_no_wait(machine: SimMachine) -> None:
     """The copy is on the stream of its readers, also where the copy is the last use of its memory."""

@@ -237,7 +237,7 @@ class SimDevice(Timeline):
         data = value.copy() if has_data else None
         # Refused before the copy is on a stream: `Storage` would refuse it with the link already occupied.
         self.memory.check(value.nbytes, name)
-        stream = self.compute if self._is_in_order(value.nbytes) else self.h2d
+        stream = self.compute if self._is_in_order(value.nbytes, self.h2d) else self.h2d
         return self.copied_in(data, value.dtype, value.shape, name, after=None, stream=stream)
 
     def copy_to_host(self, value: SimArray, deliver: Deliver) -> None:
@@ -251,7 +251,7 @@ class SimDevice(Timeline):
         """
         self.machine.check()
         is_last = value.written.stream in self.compute_streams and not value.followers
-        stream = value.written.stream if is_last and self._is_in_order(value.nbytes) else self.d2h
+        stream = value.written.stream if is_last and self._is_in_order(value.nbytes, self.d2h) else self.d2h
         self.when_over(self.copy_out(value, stream), self._told, _deliver_copy, value, deliver)
 
     def copy_state_out(self, nbytes: int, name: str, deliver: Deliver) -> None:
@@ -445,9 +445,10 @@ class SimDevice(Timeline):
             self.thread.spend("event")
             stream.wait(end)
 
-    def _is_in_order(self, nbytes: int) -> bool:
-        """Return True if a CUDA device would copy a value between card and host in the order of its kernels."""
-        return self._is_card and nbytes <= IN_ORDER_BYTES and len(self.compute_streams) == 1
+    def _is_in_order(self, nbytes: int, usual: SimStream) -> bool:
+        """Return True if a CUDA device would copy a value in the order of its kernels, not on the `usual` stream."""
+        is_small = self._is_card and nbytes <= IN_ORDER_BYTES and len(self.compute_streams) == 1
+        return is_small and not usual.pending
 
     def _copy(
         self,

@@ -127,7 +127,7 @@ class CudaCopies:
         try:
             array = self.new(value.shape, value.dtype, name)
             np.copyto(buffer.view(value.dtype, value.shape), value)
-            if self._is_small(buffer):
+            if self._is_in_order(buffer, self._h2d):
                 kind = self._runtime.memcpyHostToDevice
                 self._copy(device.compute, array.data.ptr, buffer.ptr, value.nbytes, kind, name, "h2d")
                 device.compute.keep(buffer)
@@ -192,7 +192,7 @@ class CudaCopies:
         source = value.stream
         # Behind everything that its stream has been given: then the end of the copy is the end of all that.
         is_last = not value.is_recorded
-        stream = source if is_last and self._is_small(buffer) else self._d2h
+        stream = source if is_last and self._is_in_order(buffer, self._d2h) else self._d2h
         try:
             array = self.contiguous(value)
             self._copy_out(value, array, 0, buffer, stream)
@@ -408,13 +408,14 @@ class CudaCopies:
         if compute.work.given != compute.work.passed:
             stream.wait(compute.record())
 
-    def _is_small(self, buffer: PinnedBuffer) -> bool:
+    def _is_in_order(self, buffer: PinnedBuffer, usual: CudaStream) -> bool:
         """Return True if a value in `buffer` had better be copied in the order of its kernels, on their stream.
 
-        A stream of its own would take three or four calls of CUDA and a ticket more. Such a copy takes as long as one
-        kernel. With several compute streams it would make one of them wait for another.
+        The `usual` stream would take three or four calls of CUDA and a ticket more. A small copy takes as long as one
+        kernel. With several compute streams it would make one of them wait for another. While other copies
+        are under way, as of saved values, the next kernels would wait: a card makes one copy in a direction at a time.
         """
-        return buffer.slab is self._small and len(self._device.compute_streams) == 1
+        return buffer.slab is self._small and len(self._device.compute_streams) == 1 and not usual.pending
 
     def _copy(
         self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str, role: str = ""
