@@ -911,7 +911,8 @@ async def test_random_numbers_do_not_depend_on_other_members_of_a_call(open_sess
     async with open_session(graph) as session:
         feeds = [{x: float(k), seed: k % 3} for k in range(7)]
         for alone, together in await asyncio.gather(*(session.run(pairs, each) for each in feeds)):
-            assert alone == together
+            # A card adds up three numbers in another order than a CPU.
+            np.testing.assert_allclose(together, alone, rtol=1e-12)
         (counts,) = {counts.largest > 1 for counts in session.statistics().batches.values()}
         assert counts
 
