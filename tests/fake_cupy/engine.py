@@ -227,10 +227,9 @@ class Engine:
         this one to use it. Where some work is left, the poison stays behind that, and shows a wait that is missing.
         """
         with self.condition:
-            running = queue.running
-            if running is not None and running.kind is Kind.INTERNAL:
-                self.condition.wait_for(lambda: queue.running is not running)
-            elif running is not None and running.kind is Kind.WORK:
+            # One item after another may be under way, each of them a poison.
+            self.condition.wait_for(lambda: queue.running is None or queue.running.kind is not Kind.INTERNAL)
+            if queue.running is not None and queue.running.kind is Kind.WORK:
                 return
             for item in queue.items:
                 if item.kind is Kind.WORK or not all(other.done for other in item.after):
