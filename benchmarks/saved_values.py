@@ -253,12 +253,12 @@ def _draw_cards(results: Sequence[Result], folder: Path) -> Path:
 
 
 def _draw_window(folder: Path) -> Path:
-    """Draw the forward loop, and the begin of the gradient: kernels, with the copies of saved values below them."""
+    """Draw the forward loop, and the end of the gradient: kernels, with the copies of saved values below them."""
     steps = 60
     with driven_by("c++"):  # which launches kernels one by one, so that each tells its iteration
         outcome, _ = train("k40", steps, limit=600 << 20, choice="swap", traced=True)
     total = outcome.seconds * 1e3
-    windows = {"forward": (0.2 * total, 0.3 * total), "gradient": (0.4 * total, 0.5 * total)}
+    windows = {"forward": (0.2 * total, 0.3 * total), "gradient": (0.8 * total, 0.9 * total)}
     timelines = [
         Timeline(title=f"{name}: kernels, and copies below them", trace=outcome.trace, window_ms=window)
         for name, window in windows.items()
