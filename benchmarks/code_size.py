@@ -27,16 +27,16 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_254,
-    "asyncflow/runtime/": 11_197,
+    "asyncflow/compiler/": 12_520,
+    "asyncflow/runtime/": 11_205,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_866,
+    "asyncflow/devices/": 8_872,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
     "asyncflow/lift/": 2_185,
-    "asyncflow/control/": 2_035,
-    "asyncflow/vertex/": 1_815,
+    "asyncflow/control/": 2_040,
+    "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
     "asyncflow/cli/": 1_260,
     "asyncflow/profiler/": 1_155,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 65_721
+TOTAL: Final = 66_060
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 514,

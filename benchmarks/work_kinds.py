@@ -47,6 +47,7 @@ _OURS: Final = {
             "row_store_take",
             "scatter_to",
             "spread_segments",
+            "sum_segments",
             "take",
         }
     ),

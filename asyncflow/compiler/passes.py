@@ -40,6 +40,7 @@ class Program:
         saved: what its loops save for their gradients.
         memory: the treatment of saved values on devices with a limit.
         memory_notes: why nothing is predicted for some loops.
+        kept_on_host: tensors whose values a pass keeps on the host.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
         loops: for people, the driver of each loop on a card.
         streams: the compute stream of each node; 0 for those left out.
@@ -59,6 +60,7 @@ class Program:
     saved: tuple[Saved, ...] = ()
     memory: tuple[PlannedLoop, ...] = ()
     memory_notes: tuple[str, ...] = ()
+    kept_on_host: AbstractSet[Tensor] = frozenset()
     on_host: AbstractSet[Tensor] = frozenset()
     loops: tuple[str, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)

@@ -34,7 +34,8 @@ from asyncflow.compiler.placement.homes import send_home
 from asyncflow.compiler.placement.place import place
 from asyncflow.compiler.plan import FiringWay, Plan
 from asyncflow.compiler.program.extract import FEED, extract
-from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.program.host_values import find_host_values, keeping
+from asyncflow.compiler.program.host_vectors import keep_vectors
 from asyncflow.compiler.program.loops.frames import has_primitives
 from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.compiler.program.request import PlanRequest
@@ -137,6 +138,10 @@ def _recomputes(program: Program, context: Context) -> bool:
 
 def _has_cards(_: Program, context: Context) -> object:
     return context.enqueuing
+
+
+def _keeps_vectors(program: Program, context: Context) -> object:
+    return context.enqueuing and not program.is_hand_written
 
 
 def _fuses(program: Program, context: Context) -> object:
@@ -250,14 +255,20 @@ def _survey(program: Program, context: Context) -> None:
     program.saved = find_saved(program.graph)
 
 
+@wraps(keep_vectors)
+def _keep_vectors(program: Program, context: Context) -> None:
+    program.kept_on_host = keep_vectors(program.graph, context.enqueuing)
+
+
 @wraps(make_device_loops)
 def _make_device_loops(program: Program, context: Context) -> None:
-    make_device_loops(program.graph, context.enqueuing, fusion=context.options.fusion)
+    fusion, kept = context.options.fusion, program.kept_on_host
+    make_device_loops(program.graph, context.enqueuing, fusion=fusion, kept=kept)
 
 
 @wraps(find_host_values)
 def _find_host_values(program: Program, context: Context) -> None:
-    program.on_host = find_host_values(program.graph)
+    program.on_host = find_host_values(program.graph, keeping(program.kept_on_host))
     program.loops = explain_loops(
         program.graph, context.enqueuing, program.on_host, device_while=context.has_device_loops
     )
@@ -290,7 +301,7 @@ def _make_regions(program: Program, context: Context) -> None:
 
 @wraps(fuse_regions)
 def _fuse_regions(program: Program, context: Context) -> None:
-    fuse_regions(program.graph, context.enqueuing)
+    fuse_regions(program.graph, context.enqueuing, program.on_host)
 
 
 @wraps(lower)
@@ -350,6 +361,7 @@ PASSES = (
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
     Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
     # From here on each node has its device: it tells whether stores move, loops run there, and regions form.
+    Pass("host_vectors", _keep_vectors, _keeps_vectors),
     Pass("move_saved", _move_saved, _moves_saved, is_analysis=True),
     Pass("device_loops", _make_device_loops, lambda _, context: context.has_device_loops),
     Pass("host_values", _find_host_values, _has_cards, "later passes ask what the host can look at", is_analysis=True),

@@ -48,7 +48,7 @@ class KernelRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeInfo:
-    """Facts about the generated code of a region or loop, for a device that runs it as a whole.
+    """Facts about the code of a region or loop, which a device runs as a whole, and of some kernels.
 
     Attributes:
         vectors: positions of arguments that it takes for the device's, and that may be vectors of the host; they are
@@ -56,12 +56,14 @@ class CodeInfo:
         launches: how many kernels it launches at a time.
         graph: the code for CUDA graphs, if it may become some.
         could_capture: it might, if the session asked for it.
+        host_outputs: positions of outputs that stay on the host, where they are made.
     """
 
     vectors: tuple[int, ...] = ()
     launches: int = 1
     graph: GraphCode | None = None
     could_capture: bool = False
+    host_outputs: Collection[int] = ()
 
 
 # One object each for all kernels that say nothing: a program binds thousands,

@@ -53,6 +53,8 @@ class Traits:
     memory: Memory
     is_capturable: bool
     is_cheap: bool
+    host_outputs: Collection[int] = ()
+    """Positions of integers that the kernel gives as NumPy's whatever `xp` is, such as lengths: they stay there."""
     counts_itself: bool = False
 
 

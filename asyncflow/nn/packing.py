@@ -9,31 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from asyncflow.errors import ShapeError
-from asyncflow.graph.building.build import TensorLike, apply, identity
-from asyncflow.graph.building.scopes import control_dependencies
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
+from asyncflow.graph.op import KERNELS, VIEW, define, derivative, gradient_of_first, inputs_from, not_differentiable
+from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.values.spec import Spec
-from asyncflow.nn.masks import as_lengths, sequence_mask
-from asyncflow.ops.arithmetic.logic import equal, greater_equal, less_equal, logical_and
+from asyncflow.nn.masks import as_lengths
 from asyncflow.ops.arrays.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.arrays.manipulation import reshape
 from asyncflow.ops.arrays.shape import extent_of
-from asyncflow.ops.checks.checks import assert_that
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.indexing.indexing import gather, getitem
+from asyncflow.ops.indexing.indexing import gather
 from asyncflow.ops.indexing.keys import along
 from asyncflow.ops.indexing.scatter import scatter_to
-from asyncflow.ops.reductions.counts import count_nonzero
-from asyncflow.ops.reductions.utility import all
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import row_rule
-from asyncflow.ops.searching.searching import nonzero
-from asyncflow.ops.searching.sorting import argsort
-from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 # Each is the derivative of the other.
@@ -62,14 +58,14 @@ def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
     return pad
 
 
-FIRST_ROWS = define("first_rows", _first_spec, lambda xp: lambda x, like: x[: len(like)], flops=free, traits=OPAQUE)
+FIRST_ROWS = define("first_rows", _first_spec, lambda xp: lambda x, like: x[: len(like)], flops=free, traits=VIEW)
 
 
 def _pad_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, extent: Shape) -> float:
     return free(inputs, outputs) if inputs[0] == outputs[0] else moving(inputs, outputs)
 
 
-PAD_ROWS = define("pad_rows", _pad_spec, _pad_kernel, flops=_pad_flops, host_inputs=inputs_from(1), traits=OPAQUE)
+PAD_ROWS = define("pad_rows", _pad_spec, _pad_kernel, flops=_pad_flops, host_inputs=inputs_from(1), traits=KERNELS)
 
 
 row_rule(FIRST_ROWS, PAD_ROWS)(row_by_row)
@@ -94,6 +90,44 @@ def place_rows(values: Tensor, rows: Tensor, extent: Extent) -> Tensor:
     """Zeros with `extent` rows, but ``values[i]`` in row ``rows[i]``."""
     rest = [extent_of(values, axis) for axis in range(1, values.ndim or 1)]
     return scatter_to(values, along(0, ("input", 0)), [rows], (extent, *rest))
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def _order_spec(lengths: Spec, steps: Spec, batch: Spec) -> tuple[Spec, ...]:
+    each = Spec(int64, (None,) if lengths.shape is None else lengths.shape)
+    any_number = Spec(int64, (None,))
+    return Spec(int64, ()), any_number, each, each, any_number
+
+
+def _order_kernel(xp: Namespace) -> Kernel:
+    def order(lengths: Array, steps: Array, batch: Array) -> tuple[Value, ...]:
+        if len(lengths) != batch or not ((lengths >= 0) & (lengths <= steps)).all():
+            shown = np.array2string(lengths, threshold=2 * _SHOWN, edgeitems=_SHOWN)
+            raise AssertionError(
+                "dynamic_rnn: lengths are one for each sequence, and every length is at least 0 and at most the extent "
+                f"of the time axis; lengths, steps, sequences:\n  {shown}\n  {steps}\n  {batch}"
+            )
+        # Stable, both of them, so that they agree on sequences of one length.
+        descending, ascending = np.argsort(-lengths, kind="stable"), np.argsort(lengths, kind="stable")
+        longest = lengths.max(initial=0)
+        counts = len(lengths) - np.searchsorted(lengths[ascending], np.arange(longest), side="right")
+        firsts = np.cumsum(counts) - counts
+        places = np.arange(counts.sum()) - np.repeat(firsts, counts)
+        rows = np.repeat(np.arange(longest) * batch, counts) + descending[places]
+        return np.int64(longest), counts, descending, ascending, rows
+
+    return order
+
+
+_SHOWN = 8
+"""Number of lengths at each end that an error shows."""
+
+PACK_LENGTHS = define(
+    "pack_lengths", _order_spec, _order_kernel, rows="as found", runs_on_host=True, host_inputs=inputs_from(0)
+)
+not_differentiable(PACK_LENGTHS, because="all of its outputs are integers")
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -143,29 +177,12 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
     known = batch if isinstance(batch, int) else None
     if not is_compatible(given.shape, (known,)):
         raise ShapeError(f"lengths are one for each sequence, of shape {format_shape((known,))}; got {given!r}")
-    inside = logical_and(greater_equal(given, 0), less_equal(given, steps))
-    count = extent_of(given, 0)
-    if not (isinstance(count, int) and isinstance(batch, int)):
-        # All of them first: with no lengths at all nothing would be left to check.
-        inside = logical_and(all(inside), equal(count, batch))
-    message = (
-        "dynamic_rnn: lengths are one for each sequence, and every length is at least 0 and at most the extent of the "
-        "time axis; lengths, steps, sequences:"
-    )
-    with control_dependencies([assert_that(inside, message, data=[given, steps, batch], summarize=8)]):
-        own = identity(given)
-    # Stable, both of them, so that they agree on sequences of one length.
-    descending, ascending = argsort(own, descending=True), argsort(own)
-    mask = sequence_mask(gather(own, descending), steps)
-    counts = count_nonzero(mask, axis=1)
-    longest = count_nonzero(counts)
-    step, place = nonzero(mask)
-    rows = step * batch + gather(descending, place)
+    longest, counts, descending, ascending, rows = apply(PACK_LENGTHS, given, steps, batch)
     return Packing(
         steps=steps,
         batch=batch,
         longest=longest,
-        counts=getitem(counts, slice(None, longest)),
+        counts=counts,
         descending=descending,
         ascending=ascending,
         rows=rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -220,7 +221,7 @@ def _reduced(x: Tensor, children: AllChildren, reduce: str) -> Tensor:
         total = _reduced(in_dtype(x, summed_in(x.dtype)), children, "sum")
         each = reshape(astype(maximum(count, 1), total.dtype), (-1, *(1,) * ((x.ndim or 1) - 1)))
         return in_dtype(divide(total, each), x.dtype)
-    return apply(REDUCE_SEGMENTS, x, children.starts, children.owners, reduce=reduce)[0]
+    return reduced_segments(x, children.starts, children.owners, reduce=reduce)
 
 
 # -- segments --------------------------------------------------------------------------------------------------------
@@ -303,7 +304,23 @@ REDUCE_SEGMENTS = define(
     traits=NEW_UNCAPTURED,
 )
 """The sum or the largest of each of several rows that stand side by side; zeros for none."""
-no_row_rule(REDUCE_SEGMENTS, because="it takes the children of a whole batch at once")
+SUM_SEGMENTS = define(
+    "sum_segments",
+    partial(_segments_spec, reduce="sum"),
+    partial(_segments_kernel, reduce="sum"),
+    host_inputs=(1,),
+    flops=per_input_element,
+    traits=NEW,
+)
+"""The same for sums alone, which a card makes without further copies from the host."""
+no_row_rule(REDUCE_SEGMENTS, SUM_SEGMENTS, because="it takes the children of a whole batch at once")
+
+
+def reduced_segments(x: Tensor, *segments: Tensor, reduce: str) -> Tensor:
+    """Return the sum or the largest of the rows of each segment, given where they begin, and the segment of each."""
+    if reduce == "sum":
+        return apply(SUM_SEGMENTS, x, *segments)[0]
+    return apply(REDUCE_SEGMENTS, x, *segments, reduce=reduce)[0]
 
 
 SPREAD_SEGMENTS = define(
@@ -318,14 +335,14 @@ SPREAD_SEGMENTS = define(
 no_row_rule(SPREAD_SEGMENTS, because="it gives to the children of a whole batch at once")
 
 
-@derivative(REDUCE_SEGMENTS)
+@derivative(REDUCE_SEGMENTS, SUM_SEGMENTS)
 def _segments(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *segments = node.inputs
-    if node.attrs["reduce"] == "sum":
+    if node.op is SUM_SEGMENTS or node.attrs["reduce"] == "sum":
         return [apply(SPREAD_SEGMENTS, grad, *segments)[0], None, None]
     # Children that tie for the largest share the gradient: the sum over them stays that of one.
     is_largest = astype(equal(x, apply(SPREAD_SEGMENTS, node.outputs[0], *segments)[0]), x.dtype)
-    ties = apply(REDUCE_SEGMENTS, is_largest, *segments, reduce="sum")[0]
+    ties = reduced_segments(is_largest, *segments, reduce="sum")
     spread = apply(SPREAD_SEGMENTS, divide(grad, maximum(ties, 1.0)), *segments)[0]
     return [multiply(spread, is_largest), None, None]
 
@@ -333,4 +350,4 @@ def _segments(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 @derivative(SPREAD_SEGMENTS)
 def _spread(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *segments = node.inputs
-    return [ensure_shape(apply(REDUCE_SEGMENTS, grad, *segments, reduce="sum")[0], x.shape), None, None]
+    return [ensure_shape(apply(SUM_SEGMENTS, grad, *segments)[0], x.shape), None, None]

@@ -17,13 +17,13 @@ LAUNCHED: Final = {
     "MLP, adam": Counts(29, 0, 2, 35),
     "LSTM, training": Counts(44, 0, 2, 72),
     "dynamic_rnn, training": Counts(45, 0, 2, 73),
-    "ragged, training": Counts(82, 0, 17, 115),
+    "ragged, training": Counts(64, 0, 4, 95),
     "scan": Counts(14, 0, 2, 10),
     "counted loop": Counts(12, 0, 2, 4),
     "map_fn": Counts(1, 0, 2, 2),
     "Newton": Counts(14, 0, 7, 15),
     "attention": Counts(4, 0, 2, 5),
-    "Tree-LSTM, training": Counts(134, 0, 37, 142),
+    "Tree-LSTM, training": Counts(113, 0, 7, 119),
 }
 """Without CUDA graphs. A figure that falls is news for the changelog; a rise needs a reason."""
 
@@ -32,22 +32,22 @@ CAPTURED: Final = {
     "MLP, adam": Counts(0, 1, 3, 1),
     "LSTM, training": Counts(0, 1, 3, 1),
     "dynamic_rnn, training": Counts(0, 1, 3, 1),
+    "ragged, training": Counts(0, 1, 7, 3),
     "scan": Counts(0, 1, 3, 1),
     "counted loop": Counts(0, 1, 3, 1),
     "attention": Counts(0, 1, 3, 1),
+    "Tree-LSTM, training": Counts(0, 1, 13, 6),
 }
 """With ``cuda_graphs=True``."""
 
 OBSTACLES: Final = {
-    "ragged, training": "is used in another region, too",
     "map_fn": "without gain",
     "Newton": "without gain",
-    "Tree-LSTM, training": "is used in another region, too",
 }
 """Words of the plan about the first region of each program that is not captured."""
 
 
-TRACED: Final = {"ragged, training": 67, "Tree-LSTM, training": 103}
+TRACED: Final = {"ragged, training": 51, "Tree-LSTM, training": 90}
 """Kernels by a trace, where that counts fewer: some ops make several launches for a node."""
 
 
@@ -57,7 +57,8 @@ def test_a_run_asks_as_much_of_a_card_as_the_table_says(name: str, expected: dic
     with stand_in(devices=1, nbytes=64 << 20) as cupy:
         found = asyncio.run(found_for(PROGRAMS[name], cupy, cuda_graphs=expected is CAPTURED))
     assert found.counts == expected[name]
-    assert found.traced == replace(expected[name], kernels=TRACED.get(name, expected[name].kernels))
+    kernels = TRACED.get(name, expected[name].kernels) if expected[name].kernels else 0
+    assert found.traced == replace(expected[name], kernels=kernels)
     if expected is CAPTURED:
         said = OBSTACLES.get(name, "becomes a CUDA graph for each kind of inputs that comes again: 1 made")
         assert said in found.reasons[0]

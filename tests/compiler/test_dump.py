@@ -51,7 +51,16 @@ def test_a_change_is_a_diff(x: af.Tensor, y: af.Tensor) -> None:
 
 
 def test_passes_run_in_the_order_of_the_list(x: af.Tensor, y: af.Tensor) -> None:
-    on_cards = {"homes", "device_loops", "host_values", "assign_streams", "fuse", "delay_recvs", "move_saved"}
+    on_cards = {
+        "homes",
+        "host_vectors",
+        "device_loops",
+        "host_values",
+        "assign_streams",
+        "fuse",
+        "delay_recvs",
+        "move_saved",
+    }
     if_asked = {"segments", "plan_memory"}
     assert list(changes(y, x)) == [each.name for each in PASSES if each.name not in on_cards | if_asked]
     assert "segments" in changes(y, x, saved_values="recompute")

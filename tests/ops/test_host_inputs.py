@@ -25,13 +25,13 @@ from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, register
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.lift.control.branches import JOIN_ROWS, split_rows
 from asyncflow.nn.losses import softmax_cross_entropy
-from asyncflow.nn.packing import first_rows, place_rows
+from asyncflow.nn.packing import PACK_LENGTHS, first_rows, place_rows
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
 from asyncflow.ops.indexing.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.layers import nn as ops_nn
 from asyncflow.ops.matrices.derivatives import fit_to
 from asyncflow.values import Conduct
-from asyncflow.vertex.children import REDUCE_SEGMENTS
+from asyncflow.vertex.children import REDUCE_SEGMENTS, SUM_SEGMENTS
 from asyncflow.vertex.permutation import permuted
 from asyncflow.vertex.schedule import schedules
 from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
@@ -203,6 +203,7 @@ def _indexing(x: Tensor, n: Tensor) -> list[Tensor]:
         ops_nn.embedding(x, n % 2),
         place_rows(x, n[:2], 4),
         first_rows(x, n[:1]),
+        *apply(PACK_LENGTHS, n, 9, 3),
         af.dynamic_slice(x, [n[1], n[2] % 2], [2, 2]),
         scatter_to(x, (("slice", None, None, None), ("input", 0)), [n], (2, 3)),
         scatter_along_axis(x, af.argsort(x, axis=1), af.shape(x), axis=1),
@@ -358,7 +359,8 @@ def _lifted(x: Tensor) -> list[Tensor]:
 
 def _segments(x: Tensor) -> list[Tensor]:
     starts, owners = constant([0, 2, 2]), constant([0, 0])
-    return [apply(REDUCE_SEGMENTS, x, starts, owners, reduce=reduce)[0] for reduce in ("sum", "max")]
+    reduced = [apply(REDUCE_SEGMENTS, x, starts, owners, reduce=reduce)[0] for reduce in ("sum", "max")]
+    return [*reduced, *apply(SUM_SEGMENTS, x, starts, owners)]
 
 
 PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (

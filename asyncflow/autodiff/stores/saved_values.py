@@ -60,7 +60,14 @@ MOVING_STORE = define(
     traits=KERNELS,
 )
 """`NEW_STORE` on a device that can move values away, for a plan alone: its attributes hold the device's `Swapping`."""
-SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,), is_total=True)
+SAVE = store_op(
+    "save_value",
+    lambda store, index, value, *, stays=False: STORE,
+    SavedValues.saved,
+    host_inputs=lambda node: (1, 2) if node.attrs.get("stays") else (1,),
+    is_total=True,
+)
+"""Op that saves a value. The compiler says which values are on the host, and stay there."""
 READ_SAVED = define(
     "saved_value",
     lambda store, index, *, value, is_last=False: value,

@@ -100,7 +100,7 @@ class Binding:
         partitions = []
         for device in used:
             bind, bind_region = partial(self.kernel, device), partial(self.region, device)
-            layout = Layout(nodes.get(device.name, ()), frames, self.streams, bind, bind_region)
+            layout = Layout(nodes.get(device.name, ()), frames, self.streams, bind, bind_region, self.on_host)
             fetched = {node: position for node, position in positions.items() if node.device == device.name}
             partitions.append(layout.build(device.name, fetched, len(positions)))
             if device.pacing is not None or (device.swapping is not None and device.memory.limit is not None):
@@ -241,6 +241,7 @@ def _bound_region(
             launches=launches,
             graph=graph,
             could_capture=could_capture,
+            host_outputs=[place for place, x in enumerate(region.outputs) if x in on_host],
         ),
         flops=partial(kernel_flops, node),
         infer=partial(kernel_specs, node),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Layout:
         streams: which compute stream a node runs on; 0 for those left out.
         bind: gives a node's kernel.
         bind_region: gives a region's code, and what a firing of it calls.
+        on_host: tensors whose values are on the host; see `find_host_values`.
     """
 
     sources: Sequence[Node]
@@ -45,6 +47,7 @@ class Layout:
     streams: Mapping[Node, int]
     bind: Callable[[Node], Kernel]
     bind_region: Callable[[Node], tuple[RegionCode, Kernel]]
+    on_host: AbstractSet[Tensor] = frozenset()
     frames: dict[FramePath, PlanFrame] = field(default_factory=lambda: {(): PlanFrame((), 1, LoopIdentity(""))})
     nodes: dict[Node, PlanNode] = field(default_factory=dict)
     targets: dict[Tensor, tuple[list[Any], list[Any]]] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class Layout:
             self.connect(plan_node)
         for source, plan_node in self.nodes.items():
             self.finish(source, plan_node)
-        if self.uses_host:
+        if self.uses_host or self.on_host:
             for plan_node in self.nodes.values():
                 self.leave_on_host(plan_node)
         for fetch, index in fetches.items():
@@ -223,13 +226,15 @@ class Layout:
         """Keep fed values, and results of host kernels, on the host if only the host uses them."""
         if planned.kind == Kind.FEED:
             ((plain, merges),) = planned.targets
-            if plain and not merges and all(host_kernel(each.kernel) for *_, each in plain):
+            is_for_host = plain and not merges and all(host_kernel(each.kernel) for *_, each in plain)
+            if planned.source.attrs.get("stays") or is_for_host:
                 self.host_feeds.add(planned)
         elif (kernel := host_kernel(planned.kernel)) is not None:
             kernel.staying = [
                 index
                 for index, (plain, merges) in enumerate(planned.targets)
-                if not merges and all(host_kernel(each.kernel) or each.way == FiringWay.TO_HOST for *_, each in plain)
+                if planned.source.outputs[index] in self.on_host
+                or (not merges and all(host_kernel(each.kernel) or each.way == FiringWay.TO_HOST for *_, each in plain))
             ]
 
     def is_on_host(self, planned: PlanNode) -> bool:

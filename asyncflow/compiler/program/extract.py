@@ -32,7 +32,8 @@ from asyncflow.ops.arrays.shape import SHAPE
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.state.mutex import LOCK
 
-FEED = Op("feed", lambda *, spec, index, is_lent=False: spec)
+FEED = Op("feed", lambda *, spec, index, is_lent=False, stays=False: spec)
+"""Op that gives a fed value. A value with the attribute `stays` is on the host, whatever the device."""
 FETCH = Op("fetch", lambda value: ())
 EMIT = Op("emit", lambda *values: (), effects=lambda node: (("stream", Access.WRITE),))
 """Hands the values of one iteration to `Session.stream`."""

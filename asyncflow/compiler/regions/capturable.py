@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from asyncflow.autodiff.stores.saved_values import MOVING_STORE
-from asyncflow.compiler.program.host_values import add_host_values, computes_on_host, finds_its_inputs
+from asyncflow.compiler.program.host_values import add_host_values, computes_on_host, finds_its_inputs, keeping
 from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.errors import counted
@@ -76,7 +76,9 @@ def captured_host_values(region: Region, on_host: AbstractSet[Tensor]) -> set[Te
     found = {x for x in region.inputs if x in on_host and (x.shape != () or x.dtype.kind in "biu")}
     # Constants stand outside of regions, and are no inputs of them.
     found.update(x for node in region.walk() for x in node.inputs if x.node.op is CONSTANT and x in on_host)
-    add_host_values(region.nodes, found)
+    inside = (x for node in region.walk() for x in node.outputs)
+    vectors = {x for x in inside if x in on_host and x.shape != () and x.dtype.kind in "biu"}
+    add_host_values(region.nodes, found, kept=keeping(vectors))
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.program.host_values import find_host_values, keeping
 from asyncflow.compiler.program.kernels.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.program.replacements import Replacements
@@ -27,21 +27,24 @@ from asyncflow.graph.structured import WhileNode
 from asyncflow.values import Kernel, Namespace
 
 
-def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:
+def make_device_loops(
+    graph: Graph, devices: Collection[str], *, fusion: bool = True, kept: AbstractSet[Tensor] = frozenset()
+) -> set[Tensor]:
     """Replace loops by `device_while` nodes, in place, also in the bodies of other loops and of branches.
 
     Args:
         graph: with the device of every node in ``node.device``.
         devices: names of the CUDA devices.
         fusion: make one kernel of chains of elementwise ones.
+        kept: tensors whose values a pass keeps on the host.
 
     Returns:
         The tensors whose values are on the host then, as `find_host_values` does.
     """
-    on_host = find_host_values(graph)
+    on_host = find_host_values(graph, keeping(kept))
     # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
     while _replace_one(graph, devices, on_host, fusion):
-        on_host = find_host_values(graph)
+        on_host = find_host_values(graph, keeping(kept))
     return on_host
 
 

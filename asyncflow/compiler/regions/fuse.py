@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -48,36 +49,45 @@ _LONGEST = 1000
 """A line of more nodes is fused piece by piece: the sets of nodes before and behind each node grow with its length."""
 
 
-def fuse_regions(graph: Graph, devices: Collection[str]) -> None:
-    """Fuses in all regions on `devices`, in place; `graph` has the device of every node in ``node.device``."""
+def fuse_regions(graph: Graph, devices: Collection[str], on_host: AbstractSet[Tensor] = frozenset()) -> None:
+    """Fuses in all regions on `devices`, in place.
+
+    Args:
+        graph: has the device of every node in ``node.device``.
+        devices: names of devices.
+        on_host: tensors whose values are on the host, which computes the vectors among them.
+    """
     for node in graph.walk():
         if node.op is REGION and node.device in devices:
-            node.attrs["region"] = fuse_region(node.attrs["region"])
+            node.attrs["region"] = fuse_region(node.attrs["region"], on_host)
 
 
-def fuse_region(region: Region) -> Region:
+def fuse_region(region: Region, on_host: AbstractSet[Tensor] = frozenset()) -> Region:
     """Return `region` with fused nodes; its branches and loops are fused in place."""
     for node in region.nodes:
-        fuse_bodies(node)
-    nodes, outputs = fuse_line(region.nodes, region.outputs)
+        fuse_bodies(node, on_host)
+    nodes, outputs = fuse_line(region.nodes, region.outputs, on_host)
     return replace(region, nodes=tuple(nodes), outputs=tuple(outputs))
 
 
-def fuse_bodies(node: Node) -> None:
+def fuse_bodies(node: Node, on_host: AbstractSet[Tensor] = frozenset()) -> None:
     """Fuse the bodies of a branch or loop in place, and all inner bodies."""
     for body in node.subgraphs:
         for inner in body.nodes:
-            fuse_bodies(inner)
-        body.nodes[:], body.results = fuse_line(body.nodes, body.results)
+            fuse_bodies(inner, on_host)
+        body.nodes[:], body.results = fuse_line(body.nodes, body.results, on_host)
 
 
-def fuse_line(nodes: Sequence[Node], results: Sequence[Tensor]) -> tuple[list[Node], list[Tensor]]:
+def fuse_line(
+    nodes: Sequence[Node], results: Sequence[Tensor], on_host: AbstractSet[Tensor] = frozenset()
+) -> tuple[list[Node], list[Tensor]]:
     """Fuses a straight line.
 
     Args:
         nodes: of one graph or body and one device, in an order in which they can run. Users of a fused node are changed
             in place.
         results: tensors that are used outside; they may be of other nodes.
+        on_host: see `fuse_regions`.
 
     Returns:
         Returns the nodes, in an order in which they can run, and the replacements of `results`.
@@ -87,7 +97,7 @@ def fuse_line(nodes: Sequence[Node], results: Sequence[Tensor]) -> tuple[list[No
     for start in range(0, len(nodes), _LONGEST):
         piece = nodes[start : start + _LONGEST]
         later = (tensor for node in nodes[start + _LONGEST :] for tensor in node.inputs)
-        made += _Line(piece, {*results, *later}, replacements).fuse()
+        made += _Line(piece, {*results, *later}, replacements, on_host).fuse()
     for node in made:
         replacements.apply(node)
     return made, [replacements.tensor(tensor) for tensor in results]
@@ -141,13 +151,15 @@ class _Line:
     nodes: Sequence[Node]
     results: set[Tensor]
     replacements: Replacements
+    on_host: AbstractSet[Tensor] = frozenset()
     units: list[_FusedUnit] = field(default_factory=list)
     users: dict[Tensor, list[int]] = field(default_factory=dict)
     _looks: dict[int, Looks] = field(default_factory=dict)
 
     def fuse(self) -> list[Node]:
         numbers = {node: number for number, node in enumerate(self.nodes)}
-        fusable = [is_elementwise(node) for node in self.nodes]
+        of_host = [self._is_on_host(node) for node in self.nodes]
+        fusable = [not there and is_elementwise(node) for node, there in zip(self.nodes, of_host, strict=True)]
         if not (any(fusable) or any(node.op in SCALINGS for node in self.nodes)):
             return list(self.nodes)
         for number, node in enumerate(self.nodes):
@@ -165,17 +177,21 @@ class _Line:
                 # Only what has the shared input's shape is likely to have one shape.
                 if _common_shape(tensor.shape, self.units[first].shape) is not None:
                     self._try_to_join(first, second)
-        self._looks = {number: looks for number, node in enumerate(self.nodes) if (looks := looks_of(node))}
+        on_card = [(number, node) for number, node in enumerate(self.nodes) if not of_host[number]]
+        self._looks = {number: looks for number, node in on_card if (looks := looks_of(node))}
         # Those that look at what others look at come last, and show to whom these belong.
         self._take_in_all()
-        for number, node in enumerate(self.nodes):
+        for number, node in on_card:
             if is_join(node):
                 self._join_results(number, numbers)
         self._take_in_all()
-        for number, node in enumerate(self.nodes):
+        for number, node in on_card:
             if node.op in ENDS_OF_ROWS:
                 self._reduce_results(number, numbers)
         return self._replaced(numbers)
+
+    def _is_on_host(self, node: Node) -> bool:
+        return any(x.shape != () and x in self.on_host for x in node.outputs)
 
     def _find_order(self, numbers: dict[Node, int]) -> None:
         """Set the nodes before and behind each node."""

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
+from asyncflow.compiler.program.extract import FETCH
+from asyncflow.compiler.program.kernels.transfers import is_made_ahead
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -95,7 +97,8 @@ def join_regions(
         clusters: nodes that may be in a region, single ones too; they do not wait for each other in a circle.
         lane_of: where a cluster runs; None if it has to stay as it is.
         costs: the devices' costs.
-        on_host: tensors whose values the host computes; these delay nothing.
+        on_host: tensors whose values the host computes; these delay nothing, and neither do nodes of the host that
+            need no others.
         largest: nodes in a region.
     """
     numbers: dict[ComputeStream, list[int]] = {}
@@ -169,7 +172,10 @@ class _Units:
             for control in node.control_inputs:
                 self.add_edge(control, index)
             for tensor in node.inputs:
-                is_awaited = tensor not in on_host
+                # A result of the run, which ends when all has been launched: to have it earlier gains nothing.
+                if node.op is FETCH and tensor in on_host:
+                    continue
+                is_awaited = not (tensor in on_host or is_made_ahead(tensor.node, on_host))
                 if tensor in given_by:
                     self.add_carried(given_by[tensor], index, is_awaited)
                 else:

@@ -34,6 +34,7 @@ from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_st
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.host_values import mixes_vectors
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
+from asyncflow.compiler.program.kernels.transfers import TO_CARD
 from asyncflow.compiler.program.loops.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
@@ -279,6 +280,7 @@ class _Clustering:
             return False
         return (
             lane is not None
+            and node.op is not TO_CARD  # a CUDA graph takes copied values as inputs
             and lane.device not in self.asynchronous
             and is_compilable(node)
             and (lane.device not in self.enqueuing or self.never_waits(node))

@@ -8,6 +8,7 @@ ordering of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import NoReturn, Self
 
 import numpy as np
@@ -186,8 +187,9 @@ PEEK = _array_op("peek", _gather_spec, lambda array, indices: array.peek(_ints(i
 later.
 """
 SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
-CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
-SIZE = _array_op("size", lambda: Spec(int64, ()), lambda array: np.int64(array.current_size()))
+_SIZES = replace(KERNELS, host_outputs=(0,))
+CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None, traits=replace(KERNELS, host_outputs=(1,)))
+SIZE = _array_op("size", lambda: Spec(int64, ()), lambda array: np.int64(array.current_size()), traits=_SIZES)
 # A resource of its own: never pruned from a body that runs, and not ordered with anything else.
 CLOSE = _array_op("close", lambda: (), _close, effects=lambda node: ((node, Access.WRITE),))
 

@@ -266,7 +266,7 @@ class SimLauncher:
     ) -> list[Placed]:
         """Return device values for a kernel's outputs."""
         info, device = self._info, self._device
-        are_arrays = [is_array(output) for output in outputs]
+        are_arrays = [is_array(output) and place not in info.code.host_outputs for place, output in enumerate(outputs)]
         homes = _Homes(device, values, info.keeps_arrays) if True in are_arrays else None
         found = [None if homes is None else homes.find(output) for output in outputs]
         fresh = [output for output, home, each in zip(outputs, found, are_arrays, strict=True) if each and home is None]

@@ -16,7 +16,7 @@ import numpy as np
 from asyncflow.errors import ShapeError
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
+from asyncflow.graph.op import KERNELS, OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.values.dtypes import summed_in
 from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, merge
 from asyncflow.graph.values.spec import Spec
@@ -210,7 +210,7 @@ def counted(rows: Array, extent: int, axis: int) -> Array:
 
 
 SCATTER_TO = define(
-    "scatter_to", _scatter_spec, _scatter_kernel, flops=moving_all, host_inputs=host_places, traits=OPAQUE
+    "scatter_to", _scatter_spec, _scatter_kernel, flops=moving_all, host_inputs=host_places, traits=KERNELS
 )
 
 

@@ -60,7 +60,7 @@ class Ports:
 
     def copy_in(self, device: AsynchronousDevice, feeds: list[Value], begin: Callable[[list[Value]], None]) -> None:
         """Calls ``begin(feeds)`` once the fed values are on their way to the device."""
-        executor = self._executor
+        executor, host_feeds = self._executor, self._executor.scheduler.partition.host_feeds
         # One more than there are copies, so that nothing begins before all have been asked for.
         left = 1
 
@@ -83,12 +83,12 @@ class Ports:
             deliver = executor.expect(take, arrived)
             try:
                 with recording(device, spans):
-                    device.feed(feeds[index], deliver)
+                    device.feed(feeds[index], _read_on(device, deliver) if node in host_feeds else deliver)
             except BaseException as error:
                 deliver(None, error)
 
         for index, node in enumerate(executor.scheduler.partition.feeds):
-            is_there = node in executor.scheduler.partition.host_feeds and isinstance(feeds[index], np.ndarray)
+            is_there = node in host_feeds and isinstance(feeds[index], np.ndarray)
             if not (executor.stopped or is_there):
                 left += 1
                 copy(index, node)
@@ -307,3 +307,15 @@ class Ports:
                 self._run.turn.drive_now(executor)
 
         emitter.offer(values, taken)
+
+
+def _read_on(device: AsynchronousDevice, deliver: Deliver) -> Deliver:
+    """Return the receiver of a value of the device that is needed on the host, which `deliver` then gets."""
+
+    def read(value: Value, error: BaseException | None) -> None:
+        if error is None and isinstance(value, DeviceValue):
+            device.read_value(value, deliver)
+        else:
+            deliver(value, error)
+
+    return read

@@ -13,13 +13,19 @@ import numpy as np
 
 from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
 from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
-from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
+from asyncflow.compiler.program.host_values import (
+    computes_on_host,
+    is_metadata,
+    keeps_on_host,
+    may_be_host_vector,
+    may_stay_on_host,
+)
 from asyncflow.compiler.program.kernels.fused import alone
 from asyncflow.compiler.program.kernels.work import flops_of, kernel_count, launch_of
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.control.stores.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
-from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, KernelInfo, KernelRecipe, Shape
+from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, CodeInfo, KernelInfo, KernelRecipe, Shape
 from asyncflow.devices.values import as_scalar
 from asyncflow.errors import OutOfMemoryError, a_kind
 from asyncflow.graph.builtin import CONSTANT
@@ -47,6 +53,8 @@ Resolve: TypeAlias = Callable[[Resource], Any]
 
 SMALL_BYTES = TRACKED_BYTES
 """Kernels on known shapes of fewer bytes are never worth timing, accounting or moving off the event loop."""
+
+_NO_CODE = CodeInfo()
 
 _NO_VALUES: Mapping[int, Array] = MappingProxyType({})
 
@@ -138,10 +146,13 @@ def bind_launch(
     if node.op is CONSTANT and not node.control_inputs:
         # The value is copied in when the plan is made, not at each firing.
         value = bare(np)()
-        if not is_host_spec(node.outputs[0].spec):
+        if not (is_host_spec(node.outputs[0].spec) or node.outputs[0] in found):
             value = _constant_on(device, node, value)
         return lambda: value
-    on_host = device.capabilities.own_memory and runs_on_host(node)
+    has_memory = device.capabilities.own_memory
+    on_host = has_memory and runs_on_host(node)
+    there = [place for place, x in enumerate(node.outputs) if x in found and x.shape != ()]
+    may_stay = has_memory and (may_stay_on_host(node) or keeps_on_host(node, found))
     keeps_arrays, everything = _keeps_arrays(node), frozenset(range(len(node.inputs)))
     info = KernelInfo(
         name=node.name,
@@ -154,8 +165,9 @@ def bind_launch(
         moves_references=node.op in (*SAVES, READ_SAVED, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=everything if runs_on_host(node) and not keeps_arrays else host_inputs(node),
+        code=CodeInfo(host_outputs=tuple(there)) if there else _NO_CODE,
         stays=getattr(node.attrs.get("shared"), "stays", frozenset()),
-        on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
+        on_host=giving_scalars(bare(np), node) if may_stay else None,
         is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
         in_region=in_region,
         launch=launch_of(node),
@@ -196,8 +208,9 @@ def bind_member(
     if device.xp is np:  # only launchers look at their types, which tell them apart
         return bind_launch(node, bare, device, stream, on_host, in_region=True)
     if node.op is CONSTANT and not node.control_inputs:
-        constant = _constant_on(device, node, bare(np)())
-        value = device.resident(constant, stream)
+        value = bare(np)()
+        if node.outputs[0].shape == () or node.outputs[0] not in on_host:
+            value = device.resident(_constant_on(device, node, value), stream)
         return lambda: value
     if computes_on_host(node, on_host):
         return giving_scalars(bare(np), node)

@@ -6,11 +6,13 @@ Send and Recv of one transfer share its number; with the tag it is the key under
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from asyncflow.graph.op import OPAQUE, Op
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import OPAQUE, VIEW, Op, runs_on_host
 from asyncflow.graph.values.dtypes import float32, uint16
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel, Namespace, Value
@@ -28,6 +30,25 @@ HostUse: TypeAlias = Literal["predicate", "input", "result"]
 
 TO_HOST = Op("to_host", lambda value, *, use: value)
 """Copies a value from an asynchronous device to the host, for one `HostUse`."""
+
+
+TO_CARD = Op(
+    "to_card",
+    lambda *values: values,
+    lambda xp: lambda *values: values,
+    flops=lambda *_: 0.0,
+    traits=VIEW,
+)
+"""Copies vectors of the host to a card, for kernels that use them as data."""
+
+
+# The host makes the order of sequences, say, while the card still works: a region that waits for the order waits for no
+# kernel. Two regions would keep a step from being one CUDA graph, since they would share its stores.
+def is_made_ahead(node: Node, on_host: AbstractSet[Tensor]) -> bool:
+    """Return True if the host makes the values of a node of values `on_host`, and no kernel delays the host."""
+    # A coroutine may wait for anything, however early its inputs are there.
+    is_of_host = node.op is TO_CARD or (runs_on_host(node) and not node.op.conduct.is_async)
+    return is_of_host and all(tensor in on_host for tensor in node.inputs)
 
 
 def _truncate(xp: Namespace) -> Kernel:
