@@ -339,8 +339,6 @@ class DevicePool:
     def malloc(self, size: int) -> MemoryPointer:
         size = -(-size // UNIT) * UNIT
         stream = self._platform.current_stream().ptr
-        with self._locked():  # which takes back what was dropped, and finalizes nothing meanwhile
-            self._platform.engine.do_spoiling(self._platform.engine.queue(stream, self._device))
         chunk = self._reuse(size, stream)
         if chunk is None:
             chunk = Chunk(self._grow(size), 0, size, stream)
@@ -351,7 +349,8 @@ class DevicePool:
 
     def _reuse(self, size: int, stream: int) -> Chunk | None:
         """The smallest free chunk of the arena that is large enough, cut to size."""
-        with self._locked():
+        with self._locked():  # which takes back what was dropped, and finalizes nothing meanwhile
+            self._platform.engine.do_spoiling(self._platform.engine.queue(stream, self._device))
             arena = self._arenas.get(stream, [])
             best = min((chunk for chunk in arena if chunk.size >= size), key=lambda chunk: chunk.size, default=None)
             if best is not None:

@@ -301,13 +301,22 @@ class Runtime:
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
         """Enqueue a copy; a copy of pageable host memory blocks, as on a card."""
+        self._spoil_first(dst)
         self._copy("memcpyAsync", dst, src, size, kind, self._queue(stream))
 
     def memcpyPeerAsync(self, dst: int, dstDevice: int, src: int, srcDevice: int, size: int, stream: int) -> None:
         queue = self._queue(stream)
         if self._memory.device_of(dst) != dstDevice or self._memory.device_of(src) != srcDevice:
             raise CUDARuntimeError(1)
+        self._spoil_first(dst)
         self._copy("memcpyPeerAsync", dst, src, size, self.memcpyDeviceToDevice, queue)
+
+    def _spoil_first(self, ptr: int) -> None:
+        """Do the spoiling that is due on the device of a target, whose memory may have been taken earlier."""
+        device = self._memory.device_of(ptr)
+        for queue in self._engine.all_queues():
+            if queue.device == device:
+                self._engine.do_spoiling(queue)
 
     def memcpy(self, dst: int, src: int, size: int, kind: int) -> None:
         """Copy through the null stream and wait for it."""
