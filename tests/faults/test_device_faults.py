@@ -127,7 +127,7 @@ def program(kind: str) -> tuple[af.Tensor, af.Tensor]:
 
     def body(total: af.Tensor) -> af.Tensor:
         with af.device(f"{kind}:1"):
-            return af.tanh(total) * 0.0 + total * scale.read() + 2.0
+            return af.tanh(total) * 0.0 + total * scale.read() + af.constant(np.full(1, 2.0, np.float32))
 
     with af.device(f"{kind}:0"):
         start = doubled(awaited(x) + 0.0 * x + 1.0)  # x is the host's and the device's
