@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from asyncflow.control.primitives.switch import PREDICATE_SHAPE, check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import (
     TensorLike,
@@ -19,9 +20,9 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, dtype_name, promote
-from asyncflow.graph.values.shapes import format_shape, is_subshape, size_of
+from asyncflow.graph.values.shapes import format_shape, is_subshape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.ops.arrays.manipulation import reshape
+from asyncflow.ops.arrays.manipulation import as_scalar
 from asyncflow.values import Nest
 
 _WEAK = (bool, int, float, complex)
@@ -77,18 +78,21 @@ def user_functions(functions: Iterable[object], default: object) -> list[Callabl
 
 
 def as_predicate(pred: TensorLike, what: str) -> Tensor:
-    """`pred` as a boolean scalar; one with a single element, such as shape ``[1,1]``, is reshaped.
+    """Return `pred` as a boolean scalar; a single element, such as one of shape ``[1,1]``, is reshaped.
+
+    If extents are unknown, the run counts the elements.
 
     Raises:
-        ShapeError, DTypeError: it is not a boolean, or has several elements.
+        GraphError: it is a nest.
+        ShapeError, DTypeError: it is not a boolean, or certainly has several elements.
     """
     structure = nest.flatten(pred)[1]
     if structure.kind is not None:
         raise GraphError(f"{what} is one boolean scalar; got {nest.describe(structure)}")
     tensor = as_tensor(pred)
-    if tensor.shape != () and size_of(tensor.shape) in (1, None):
-        return reshape(tensor, ())
-    return tensor
+    if not set(tensor.shape or ()) <= {1, None}:
+        check_predicate(tensor.spec)
+    return as_scalar(tensor, PREDICATE_SHAPE, "predicate")
 
 
 def result_tensor(body: Graph, value: Any, like: Tensor | None = None) -> Tensor:

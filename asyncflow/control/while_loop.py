@@ -20,6 +20,7 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arithmetic.logic import less, logical_and
 from asyncflow.ops.arrays.known_values import default_value
+from asyncflow.ops.arrays.manipulation import as_scalar
 from asyncflow.ops.axes import check_flag
 
 if TYPE_CHECKING:
@@ -280,6 +281,8 @@ def _bounded(
     known = default_value(limit)
     if known is not None and known < 0:
         raise GraphError(f"maximum_iterations is at least 0; got {known}")
+    rule = "maximum_iterations is an integer scalar; got shape {}; use af.reshape"
+    limit = as_scalar(limit, rule, "maximum_iterations")
     spread = variables.are_spread
     counted = _Variables(limit.graph, (as_tensor(0, int64), variables.structure.unflatten(variables.initial)), None)
     counted.specs[1:] = variables.specs

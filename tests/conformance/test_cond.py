@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -294,11 +296,33 @@ async def test_a_predicate_of_one_element(
     assert await run(af.cond(pred, lambda: 1, lambda: 0), {pred: np.full(fed, taken)}) == taken
 
 
-async def test_a_predicate_that_turns_out_to_have_two_elements_fails(graph: af.Graph, run: Run) -> None:
-    """Behaviour 19."""
-    pred = af.placeholder("bool", (None,))
-    with pytest.raises(af.KernelError, match="reshape"):
-        await run(af.cond(pred, lambda: 1, lambda: 0), {pred: np.array([True, False])})
+@pytest.mark.parametrize(("declared", "fed"), [((None,), (2,)), ((None, 1), (3, 1)), (None, (1, 3)), (None, (0,))])
+async def test_a_predicate_that_turns_out_to_have_other_elements_fails(
+    graph: af.Graph, run: Run, declared: tuple[int | None, ...] | None, fed: tuple[int, ...]
+) -> None:
+    """Behaviour 19: the error says what a predicate is, and where the user wrote it."""
+    pred = af.placeholder("bool", declared)
+    picked = af.cond(pred, lambda: 1, lambda: 0)
+    shape = str(list(fed)).replace(" ", "")
+    message = f"a predicate is a boolean scalar; got shape {shape}; use af.any, af.all or af.reshape"
+    with pytest.raises(af.KernelError, match=re.escape(message)) as caught:
+        await run(picked, {pred: np.ones(fed, bool)})
+    assert f"{Path(__file__).name}:{picked.node.location.line}" in str(caught.value)
+
+
+def test_a_predicate_that_must_have_several_elements(graph: af.Graph) -> None:
+    """Behaviours 19 and 28: refused where the graph is built, though an extent is unknown."""
+    rows = af.placeholder("float64", (None, 3))
+    message = r"a predicate is a boolean scalar; got shape \[\?,3\]; use af.any, af.all or af.reshape"
+    uses: list[Callable[[], object]] = [
+        lambda: af.cond(rows > 0, lambda: 1, lambda: 0),
+        lambda: af.case([(rows > 0, lambda: 1)], default=lambda: 0),
+        lambda: af.while_loop(lambda x: x < 3, lambda x: x + 1, rows),
+        lambda: af.while_loop(lambda x: x < 3, lambda x: x + 1, rows, maximum_iterations=2),
+    ]
+    for use in uses:
+        with pytest.raises(af.ShapeError, match=message):
+            use()
 
 
 @BOTH

@@ -212,6 +212,16 @@ async def test_a_predicate_may_have_shape_1_1(run: Run) -> None:
     assert await run(af.while_loop(lambda i: af.reshape(i < 3, (1, 1)), lambda i: i + 1, (0,))) == (3,)
 
 
+@pytest.mark.parametrize("shape", [(2,), (1, 3)])
+async def test_a_maximum_that_turns_out_to_have_several_elements_fails(run: Run, shape: tuple[int, ...]) -> None:
+    """Behaviour 28: the error names the argument, rather than the predicate made of it."""
+    most = af.placeholder("int64", None)
+    count = af.while_loop(lambda i: i < 10, lambda i: i + 1, (0,), maximum_iterations=most)
+    assert await run(count, {most: 3}) == (3,)
+    with pytest.raises(af.KernelError, match="maximum_iterations is an integer scalar; got shape"):
+        await run(count, {most: np.ones(shape, np.int64)})
+
+
 def test_no_loop_variables() -> None:
     """Behaviour 28: a loop needs something to iterate on."""
     with pytest.raises(af.GraphError, match="at least one loop variable"):

@@ -243,3 +243,17 @@ async def test_errors_of_users_may_have_attributes_of_any_names(way: str) -> Non
     assert isinstance(cause, ParseError)
     assert (cause.row, cause.attempt) == (12, 7)
     assert ("vmap/0" in told, "(attempt 2 of 2)" in told) == (way == "in rows", way == "in an attempt")
+
+
+async def test_a_feed_of_another_graph_is_a_feed_error(graph: af.Graph) -> None:
+    """Servers answer feeds that do not fit with 422; the error names the line of the fed tensor."""
+    x = af.placeholder("float64", ())
+    with af.Graph():
+        foreign = af.placeholder("float64", (), name="foreign")
+    message = rf"cannot feed foreign:0, built at .*:{foreign.node.location.line}.*: it belongs to another graph"
+    for session in (af.Session(graph), af.Session()):
+        async with session:
+            with pytest.raises(af.FeedError, match=message):
+                await session.run(x * 2, {foreign: 1.0})
+            with pytest.raises(af.FetchError, match="belongs to another graph"):
+                await session.run([x, foreign])

@@ -14,15 +14,16 @@ from asyncflow.graph.values.dtypes import bool_
 from asyncflow.graph.values.shapes import format_shape
 from asyncflow.graph.values.spec import Spec
 
+PREDICATE_SHAPE = "a predicate is a boolean scalar; got shape {}; use af.any, af.all or af.reshape"
+"""Message for predicates of another shape than that of a scalar."""
+
 
 def check_predicate(pred: Spec) -> None:
     """Raises DTypeError or ShapeError unless `pred` is a boolean scalar."""
     if pred.dtype != bool_:
         raise DTypeError(f"a predicate is a boolean scalar; got {pred}; compare it with something, or use af.astype")
     if pred.shape != ():
-        raise ShapeError(
-            f"a predicate is a boolean scalar; got shape {format_shape(pred.shape)}; use af.any, af.all or af.reshape"
-        )
+        raise ShapeError(PREDICATE_SHAPE.format(format_shape(pred.shape)))
 
 
 def _infer(data: Spec, pred: Spec, *, stands_for: str = "") -> tuple[Spec, Spec]:

@@ -21,7 +21,7 @@ from asyncflow.ops.arrays.known_values import static_value
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
 from asyncflow.ops.cost import free
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
-from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 Dims: TypeAlias = tuple[int | None, ...]
 
@@ -422,8 +422,31 @@ def tile(x: TensorLike, repetitions: int | tuple[int, ...], /) -> Tensor:
 # -- reshape ---------------------------------------------------------------------------------------------------------
 
 
-def _reshape_spec(x: Spec, *, shape: tuple[int, ...]) -> Spec:
-    return Spec(x.dtype, _reshaped(x, shape))
+def _reshape_spec(x: Spec, *, shape: tuple[int, ...], rule: str = "") -> Spec:
+    """`rule`: the message if the elements do not fit, with ``{}`` for the shape; see `as_scalar`."""
+    try:
+        return Spec(x.dtype, _reshaped(x, shape))
+    except ShapeError:
+        if not rule:
+            raise
+        raise ShapeError(rule.format(format_shape(x.shape))) from None
+
+
+def _reshape_kernel(xp: Namespace, *, shape: tuple[int, ...], rule: str = "") -> Kernel:
+    reshaped = operator.methodcaller("reshape", shape)
+    # Most reshapes have no rule, and a frame of ours would take longer than the reshape itself.
+    if not rule:
+        return reshaped
+
+    def kernel(x: Array) -> Value:
+        try:
+            found: Value = reshaped(x)
+        except ValueError:
+            # NumPy's message names a reshape, which users never wrote: they gave a predicate.
+            raise ValueError(rule.format(format_shape(x.shape))) from None
+        return found
+
+    return kernel
 
 
 def _reshaped(x: Spec, dims: Dims) -> Shape:
@@ -441,7 +464,7 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
     return tuple((None if size is None else size // rest) if dim == -1 else dim for dim in dims)
 
 
-RESHAPE = view_op("reshape", _reshape_spec, lambda xp, shape: operator.methodcaller("reshape", shape))
+RESHAPE = view_op("reshape", _reshape_spec, _reshape_kernel)
 
 
 def _reshape_to_spec(x: Spec, shape: Spec, *, dims: Dims | None) -> Spec:
@@ -498,3 +521,14 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
     dims = tuple(None if is_symbolic(dim) else static_int(dim, "an extent") for dim in listed)
     with graph_for(x, *listed):
         return apply(RESHAPE_TO, x, stack(listed), dims=dims)[0]
+
+
+def as_scalar(x: Tensor, rule: str, name: str) -> Tensor:
+    """Return `x` as a scalar; the run fails if it turns out to have several elements.
+
+    Args:
+        x: a tensor that may have one element.
+        rule: the message of that failure, with ``{}`` for the shape.
+        name: of the node.
+    """
+    return x if x.shape == () else apply(RESHAPE, x, shape=(), rule=rule, name=name)[0]

@@ -78,7 +78,7 @@ class Call:
         if isinstance(feeds, Tensor | str):
             raise FeedError(f"feeds to prepare for are a list, such as [x]; got {type(feeds).__name__} {feeds!r}")
         targets = feed_targets(feeds, graph)
-        root = graph_of((*fetched, *streamed, *targets), graph)
+        root = graph_of((*fetched, *streamed), targets, graph)
         self.request = PlanRequest(root.home, tuple(fetched), targets, tuple(streamed), all_effects, regions)
         self._overridden = frozenset(x for x in targets if x.node.op is not PLACEHOLDER)
         self._about: tuple[int, list[Assumption]] = (-1, [])

@@ -9,7 +9,7 @@ import numpy as np
 from asyncflow.compiler.plan import Dead
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.devices.values import DeviceArray
-from asyncflow.errors import FetchError, GraphError
+from asyncflow.errors import FeedError, FetchError, GraphError
 from asyncflow.graph.building.build import is_symbolic
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
@@ -179,11 +179,12 @@ def _refuse_inner(leaf: Tensor | Node) -> None:
     )
 
 
-def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
-    """The one root graph that all fetches belong to.
+def graph_of(fetches: Sequence[Fetch], feeds: Sequence[Tensor], graph: Graph | None) -> Graph:
+    """Return the one root graph that all fetches and fed tensors belong to.
 
     Raises:
-        FetchError: there are two, or no fetches and no graph.
+        FetchError: there are two, or nothing is fetched or fed and there is no graph.
+        FeedError: a fed tensor belongs to another graph.
     """
     for fetch in fetches:
         if isinstance(fetch, Tensor | Node):
@@ -191,6 +192,13 @@ def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
             if graph is not None and root is not graph:
                 raise FetchError(f"{fetch!r} belongs to another graph than this session or the other fetches")
             graph = root
+    for tensor in feeds:
+        if graph is not None and tensor.graph.root is not graph:
+            raise FeedError(
+                f"cannot feed {tensor.name}, built at {tensor.node.location}: it belongs to another graph than this "
+                "session or the fetches"
+            )
+        graph = tensor.graph.root
     if graph is not None:
         return graph
     if not fetches:
