@@ -13,8 +13,8 @@ from math import ceil
 
 from asyncflow.compiler.memory.largest import largest_spec
 from asyncflow.compiler.memory.live_bytes import Sizes, most_live
-from asyncflow.compiler.memory.plan_memory import PlannedLoop
-from asyncflow.compiler.plan import Partition
+from asyncflow.compiler.memory.plan_memory import UNPLANNED
+from asyncflow.compiler.plan import Partition, Plan
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.kernels.fused import FUSED
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
@@ -39,16 +39,15 @@ _PIECE = 512
 """Bytes that a value takes at least on a card."""
 
 
-def memory_advice(
-    failure: OutOfMemoryError,
-    loops: Sequence[PlannedLoop],
-    partitions: Sequence[Partition],
-    devices: Mapping[str, Device],
-) -> Iterator[str]:
-    """Yield lines for people on the limits that would do for a run that failed, and has ended."""
-    found = [advice for advice in (loop.advice() for loop in loops) if advice]
+def memory_advice(failure: OutOfMemoryError, plan: Plan, devices: Mapping[str, Device]) -> Iterator[str]:
+    """Yield lines for people on the limits that would do for a run that failed, and has ended.
+
+    Of loops that nothing is planned for, the plan's notes say why, and which option can hold less.
+    """
+    found = [advice for advice in (loop.advice() for loop in plan.memory) if advice]
+    found += [note for note in plan.memory_notes if note.endswith(UNPLANNED)]
     yield from found
-    partition = next((each for each in partitions if each.device == failure.device), None)
+    partition = next((each for each in plan.partitions if each.device == failure.device), None)
     if found or partition is None or failure.device not in devices:
         return
     device = devices[failure.device]

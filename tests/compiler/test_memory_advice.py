@@ -100,6 +100,36 @@ async def test_no_limit_is_named_that_the_run_has() -> None:
         failures = (
             af.OutOfMemoryError("", requested=1, used=limit, limit=limit, device="cpu:0") for limit in (LARGE, 1 << 16)
         )
-        none, some = (list(memory_advice(failure, (), plan.partitions, devices)) for failure in failures)
+        none, some = (list(memory_advice(failure, plan, devices)) for failure in failures)
     assert none == []
     assert re.search(NAMED, some[0])
+
+
+@pytest.mark.parametrize("choice", ["auto", "recompute", "keep"])
+def test_an_unplanned_loop_over_devices_is_named_with_what_holds_less(choice: Any) -> None:
+    """Nothing is planned for a loop whose device is not certain: the error says so, and names the option."""
+
+    async def train() -> str:
+        with af.Graph() as graph:
+            x = af.placeholder("float32", (32, 64))
+
+            def body(t: af.Tensor, h: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+                for card in range(2):
+                    with af.device(f"sim:{card}"):
+                        h = af.tanh(h * 0.5)
+                return t + 1, h
+
+            _, h = af.while_loop(lambda t, _: t < 50, body, (0, x))
+            grad = af.gradients(af.sum(h), x)
+        async with af.Session(graph, memory_limit=300_000, saved_values=choice) as session:
+            try:
+                await session.run(grad, {x: np.ones((32, 64), np.float32)})
+            except af.OutOfMemoryError as error:
+                return "\n".join(getattr(error, "__notes__", ()))
+        return "it fits"
+
+    with virtual_clock("2 x v100, nvlink2") as clock:
+        told = clock.run(train())
+    assert (told == "it fits") == (choice == "recompute")
+    advice = 'not certain on which device it runs; its saved values .* saved_values="recompute" can hold less'
+    assert bool(re.search(rf"loop while \(.*test_memory_advice.py:\d+\): .*{advice}", told)) == (choice == "auto")

@@ -77,6 +77,9 @@ _ALL: Mapping[Asked, str] = {
     "swap": "its values of 64 KiB and more move from the first byte on, if the device can move them",
 }
 
+UNPLANNED = '; its saved values are not planned for the limit: saved_values="recompute" can hold less'
+"""End of the note on a loop without a prediction that may run again for its gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedValue:
@@ -237,7 +240,7 @@ def plan_memory(
             found[candidate.device.name].append(candidate)
         elif candidate is not None:
             notes[loop] = f"loop {loop.name} ({loop.location}): nothing is predicted, as {candidate}"
-            notes[loop] += f"; {_ALL[asked]}" if asked is not None else ""
+            notes[loop] += f"; {_ALL[asked]}" if asked else UNPLANNED if loop_to_segment(loop).may_run_again else ""
     stores = [store for candidates in found.values() for each in candidates for store in each.inner]
     for inner in [loop for store in stores for loop in store.loops]:
         notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with the outer loop's"
@@ -451,7 +454,7 @@ class _Candidate:
     def figures(self, room: float) -> LoopFigures:
         """The figures that the choice depends on."""
         segmented, swapping = self.segmented, self.device.swapping
-        may = segmented.refusal is None and segmented.why_not is None and len(segmented.readers) == 1
+        may = segmented.may_run_again and len(segmented.readers) == 1
         return LoopFigures(
             iterations=self.iterations,
             forward=self.costs.iteration(self.loop),

@@ -153,7 +153,7 @@ class InFlight:
             found = run_single_call(call, device, self.quiet, values, limit_ns)
         except OutOfMemoryError as error:
             if not (self._has_limit and plan.survey.is_repeatable):
-                for advice in memory_advice(error, plan.memory, plan.partitions, self._devices):
+                for advice in memory_advice(error, plan, self._devices):
                     error.add_note(advice)
                 raise
             return None  # others may end

@@ -23,7 +23,6 @@ from asyncflow.streams.holding import RunPart, current_part, own_context
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-    from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.compiler.program.survey import Survey
     from asyncflow.devices.protocol import Device
@@ -100,7 +99,7 @@ class Run:
     """True if no work of the run is left."""
     executors: list[Executor | LoneFiring] = field(default_factory=list, init=False)
     _partitions: Sequence[Partition] = field(init=False)
-    _memory: Sequence[PlannedLoop] = field(init=False)
+    _plan: Plan = field(init=False)
     _started_ns: int = field(init=False)
     awaited: asyncio.Future[None] | None = field(default=None, init=False)
     """Future that the caller's task waits for."""
@@ -149,7 +148,7 @@ class Run:
         self.in_caller = plan.survey.waits and self.emitter is None
         self.survey = plan.survey
         self._started_ns = self.turn.clock() if self.trace is not None else 0
-        self._partitions, self._memory = plan.partitions, plan.memory
+        self._partitions, self._plan = plan.partitions, plan
         if plan.lone_firing is not None and self.trace is None:
             self.executors.append(LoneFiring(plan.lone_firing, self, self.devices[plan.partitions[0].device]))
             return
@@ -272,7 +271,7 @@ class Run:
                 self.executors[0].failures.append((self.turn.count(), -1, error))
         failure = self._first_failure() if self.is_stopped else None
         if isinstance(failure, OutOfMemoryError):
-            for advice in memory_advice(failure, self._memory, self._partitions, self.devices):
+            for advice in memory_advice(failure, self._plan, self.devices):
                 failure.add_note(advice)
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:

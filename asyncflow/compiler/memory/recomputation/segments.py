@@ -188,6 +188,11 @@ class SegmentedLoop:
         sizes = [nbytes(self.forward.body.inputs[place].spec) for place in self.kept_variables]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
+    @property
+    def may_run_again(self) -> bool:
+        """True if `rewrite` is allowed."""
+        return self.refusal is None and self.why_not is None
+
     def usual_length(self) -> int | None:
         """The length of segments with which least is held at a time; None where only a run knows how many there are."""
         if self.trip_count is None:
@@ -225,8 +230,7 @@ class SegmentedLoop:
             kept: number of first iterations that save their values and do not run again; 0 if several gradients read
                 them, since a store drops values as they are read.
         """
-        assert self.refusal is None
-        assert self.why_not is None
+        assert self.may_run_again
         assert not kept or len(self.readers) == 1
         walk = self.forward.graph.root.walk
         asked, before = {node.device for node in self.forward.body.walk() if node.device is not None}, set(walk())
