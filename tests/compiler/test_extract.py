@@ -41,6 +41,13 @@ def test_an_unfed_placeholder_is_refused(graph: af.Graph) -> None:
         extract(graph, [x * 2], [unused])
 
 
+@pytest.mark.parametrize("name", ["graph", "trees"])
+def test_how_to_feed_an_input_graph_is_said(graph: af.Graph, name: str) -> None:
+    trees = [af.InputGraph.placeholder(name=name) for _ in range(2)][-1]
+    with pytest.raises(af.FeedError, match=r"; feed those of an af.InputGraph with \*\*trees.feeds\(data\)\n  "):
+        extract(graph, [af.sum(trees.offsets), af.sum(trees.children)], [])
+
+
 def test_unused_results_of_a_branch_are_dropped(graph: af.Graph) -> None:
     pred, x, y = (
         af.placeholder(dtype, (), name=name) for dtype, name in (("bool", "p"), ("int64", "x"), ("int64", "y"))

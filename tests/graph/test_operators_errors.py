@@ -231,6 +231,8 @@ def test_dtypes_and_constants_are_refused(make: Callable[[Any], object], message
         (lambda x: af.device("/cpu:0").__enter__(), "did you mean 'cpu:0'"),
         (lambda x: af.device("/device:CUDA:01").__enter__(), "did you mean 'cuda:1'"),
         (lambda x: af.device("CUDA").__enter__(), "did you mean 'cuda'"),
+        (lambda x: af.device("/job:a/device:CPU:0").__enter__(), "did you mean 'cpu:0'"),
+        (lambda x: af.device("cpu:x").__enter__(), r"such as 'cuda:1'\n"),
         (lambda x: af.device("").__enter__(), r"such as 'cuda:1'\n"),
         (lambda x: af.colocate_with(3.0).__enter__(), r"colocate_with\(3\.0\): pass a tensor, a node or a variable"),
         (lambda x: af.colocate_with("cpu:0").__enter__(), r"for a device there is af\.device"),

@@ -154,6 +154,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         ({x: np.ones(2)}, "its dtype is float64; convert it yourself"),
         ({"y": good}, "no node is named 'y'"),
         ({3: good}, "feeds are keyed by tensors or their names; got int 3"),
+        ({w: 1.0}, r"got Variable .*; a variable is not fed: use w\.assign or session\.swap_variables"),
         ({x: good, "x": good}, "x:0 is fed twice"),
         ({"while/body/add": 1}, r"is inside .*; feed what enters the branch or loop instead"),
         ([x], "feeds is a mapping of tensors"),

@@ -73,6 +73,7 @@ def feed_target(key: object, graph: Graph | None) -> Tensor:
         raise FeedError(
             f"feeds are keyed by tensors or their names; got {type(key).__name__} {key!r}"
             + ("; write feeds={**graph.feeds(data), ...}" if hasattr(key, "feeds") else "")
+            + ("; a variable is not fed: use w.assign or session.swap_variables" if hasattr(key, "assign_add") else "")
         )
     if isinstance(key.graph, Subgraph):
         raise FeedError(

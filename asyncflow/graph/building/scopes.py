@@ -11,7 +11,7 @@ from asyncflow.graph.building.build import SupportsTensor, awaited_node, graph_f
 from asyncflow.graph.ir import Node, Tensor, is_name
 
 _DEVICE = re.compile(r"[a-z]+(:(0|[1-9][0-9]*))?")
-_LIKE_A_DEVICE = re.compile(r"(?:.*[/:])?([a-z]+)[ :]*([0-9]+)?")
+_LIKE_A_DEVICE = re.compile(r"(?:.*/)?(?:device:)?([a-z]+)[ :]*([0-9]+)?")
 
 
 @contextmanager
