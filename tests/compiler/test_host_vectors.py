@@ -102,6 +102,19 @@ def test_results_of_a_kernel_of_the_host_are_copied_once(graph: af.Graph) -> Non
     assert [tensor.node.op.name for tensor in copy.inputs] == ["nonzero"]
 
 
+def test_copies_that_bodies_capture_have_a_device(graph: af.Graph) -> None:
+    """Lowering places the Enter and Switch nodes of a capture where its parameter is."""
+    n, x = af.placeholder("int64", (None,), name="n"), af.placeholder("float64", (None, 2), name="x")
+
+    def body(i: af.Tensor, y: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        return i + 1, af.cond(i < 1, lambda: af.take(y, n, axis=0), lambda: y)
+
+    program, names = kept(af.while_loop(lambda i, _: i < n[0], body, (0, x))[1])
+    assert "feed" in names
+    assert len(nodes_of(program, FEED)) == 3, "the card has a copy"
+    assert {node.device for node in program.walk()} == {CARD}
+
+
 def test_vectors_computed_in_a_loop_and_saved_for_its_gradient(graph: af.Graph) -> None:
     """The host has them when the gradient needs them there, and their stores never move."""
     n, x = af.placeholder("int64", (None,), name="n"), af.placeholder("float64", (6, 2), name="x")

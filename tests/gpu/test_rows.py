@@ -144,10 +144,11 @@ async def test_t21_kernels_of_a_set_do_not_depend_on_the_batch(card: Card, figur
             figures[f"kernels_a_set_batch_{batch}"] = len(counts[batch]) / n_sets
     alone, least, *others = map(len, counts.values())
     assert least >= 2 * n_sets, "forward and backward have kernels for each set"
-    assert least <= alone, "sets of one row are summed elsewhere"
+    # Products of weights are summed for several sets at once where their rows are few: then other kernels do it.
+    assert abs(least - alone) <= n_sets, "sets of one row are summed elsewhere"
     # cuBLAS, CUB and CuPy choose by the shape how many kernels a product, a sum or a copy takes.
     figures.below("most_by_least", max(least, *others) / min(least, *others), 1.15)
-    assert card.is_real or {least} == set(others)
+    assert card.is_real or max(least, *others) - min(least, *others) <= n_sets
 
 
 # -- what concurrent runs share --------------------------------------------------------------------------------------

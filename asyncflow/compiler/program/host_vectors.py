@@ -263,7 +263,10 @@ class _VectorCopies:
             assert isinstance(graph, Subgraph)
             outer = owner.captured(graph).get(tensor)
             if outer is not None:
-                return owner.add_capture(self.copy(outer), graph)
+                inner = owner.add_capture(self.copy(outer), graph)
+                for body in owner.subgraphs:  # lowering gives Enter and Switch their places
+                    body.inputs[-1].node.device = node.device
+                return inner
             return self.transferred(tensor)  # a variable, other in each iteration
         if node.op in (FEED, CONSTANT):
             name = node.name.rpartition("/")[2]
