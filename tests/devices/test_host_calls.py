@@ -139,7 +139,9 @@ def test_a_plan_makes_the_calls_that_it_makes_on_cards(
     kernels = sum(count for name, count in given.items() if name not in _NO_KERNELS)
     copies = given["memcpyAsync"] + given["memcpyPeerAsync"]
     assert calls["launch"] + calls["product"] + calls["library"] == kernels, given
-    assert (calls["product"], calls["library"]) == (given["matmul"], given["sum"])
+    # A block of sums ends with one product for each of at most two weights, which counts as a launch of its store.
+    assert given["matmul"] - calls["product"] in range(3)
+    assert calls["library"] == given["sum"]
     assert calls["copy"] + calls["transfer"] + calls["buffer"] == copies
     assert calls["transfer"] == given["memcpyPeerAsync"]
     # Between devices it depends on times which copies find that the kernels before have ended.
