@@ -226,6 +226,8 @@ class Engine:
         On a card nothing is done to freed memory. So where all work before is done, other streams need not wait for
         this one to use it. Where some work is left, the poison stays behind that, and shows a wait that is missing.
         """
+        if threading.current_thread() is self._thread:  # a finalizer that allocates there must not wait for itself
+            return
         with self.condition:
             # One item after another may be under way, each of them a poison.
             self.condition.wait_for(lambda: queue.running is None or queue.running.kind is not Kind.INTERNAL)
