@@ -54,11 +54,11 @@ def keep_vectors(graph: Graph, cards: Collection[str]) -> frozenset[Tensor]:
     """
     if not any(_may_stay(x.spec) for node in graph.walk() if _is_source(node, cards) for x in node.outputs):
         return frozenset()
-    search = _VectorSearch(graph, cards)
+    search = _VectorSearch(graph, cards, find_host_values(graph))
     kept = search.kept()
     if kept:
         search.mark_stores()
-        _VectorCopies(graph, find_host_values(graph, keeping(kept)), find_host_values(graph)).add()
+        _VectorCopies(graph, find_host_values(graph, keeping(kept)), search.alone).add()
         for tensor in kept:
             if tensor.node.op is FEED:
                 tensor.node.attrs["stays"] = True
@@ -88,6 +88,7 @@ class _VectorSearch:
     Attributes:
         graph: the program's.
         cards: names of the devices.
+        alone: values of the host without this pass, such as shapes.
         owners: the branch or loop of each body.
         places: of each input of a body, its position at the branch or loop.
         stores: nodes that make or fill stores of saved values for such vectors.
@@ -95,6 +96,7 @@ class _VectorSearch:
 
     graph: Graph
     cards: Collection[str]
+    alone: AbstractSet[Tensor]
     owners: dict[Graph, StructuredNode] = field(default_factory=dict)
     places: dict[Tensor, int] = field(default_factory=dict)
     stores: set[Node] = field(default_factory=set)
@@ -102,7 +104,6 @@ class _VectorSearch:
     def kept(self) -> frozenset[Tensor]:
         """Return the tensors that the host is to keep."""
         can = find_host_values(self.graph, self.could_keep)
-        alone = find_host_values(self.graph)
         needed = self.behind(self.decisive(), can)
         saves = {x.node for x in needed if x.node.op is SAVE and x.node.inputs[2].shape != ()}
         # All that read a store find the same values.
@@ -112,7 +113,7 @@ class _VectorSearch:
                 needed |= self.behind(read.outputs, can)
                 self.stores.update(x.node for x in chain if x.node.op in (NEW_STORE, SAVE))
         # The host computes all results of a node or none.
-        return frozenset(x for each in needed - alone for x in self.together(each) if x not in alone)
+        return frozenset(x for each in needed - self.alone for x in self.together(each) if x not in self.alone)
 
     def mark_stores(self) -> None:
         """Mark the stores whose values stay on the host."""
@@ -194,7 +195,9 @@ class _VectorCopies:
         found: the tensors that are on the host.
         alone: values of the host without this pass, such as shapes.
         made: the copy of each tensor that has one.
-        new: nodes to be put in front of, or behind, a node of a graph.
+        transfers: the `TO_CARD` node for the outputs of each node that has one.
+        behind: new nodes to be put behind a node of a graph.
+        owners: the branch or loop of each body.
     """
 
     graph: Graph
