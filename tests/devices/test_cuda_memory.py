@@ -192,12 +192,18 @@ def test_a_limit_is_a_positive_int(fake: FakeCupy, limit: Any) -> None:
         CudaPool(fake, 0, "cuda:0", limit)
 
 
-def test_memory_in_pieces_is_an_error_that_says_so(fake: FakeCupy) -> None:
-    device = Logical(fake, limit=4 * UNIT)
+def in_pieces(fake: FakeCupy, limit: int) -> tuple[Logical, list[Any]]:
+    """Return a device with two free units apart from each other, and the arrays between them."""
+    device = Logical(fake, limit=limit)
     with device.compute:
         device.pool.prime()
     held = [device.take(UNIT, f"n{n}") for n in range(4)]
     del held[2], held[0]
+    return device, held
+
+
+def test_memory_in_pieces_is_an_error_that_says_so(fake: FakeCupy) -> None:
+    device, _held = in_pieces(fake, limit=4 * UNIT)
     with pytest.raises(DeviceMemoryExhausted) as caught:
         device.take(2 * UNIT, "large")
     error = caught.value
@@ -213,11 +219,7 @@ def test_memory_in_pieces_is_an_error_that_says_so(fake: FakeCupy) -> None:
 
 
 def test_a_limit_raised_by_what_the_error_says_has_a_piece(fake: FakeCupy) -> None:
-    device = Logical(fake, limit=6 * UNIT)
-    with device.compute:
-        device.pool.prime()
-    held = [device.take(UNIT, f"n{n}") for n in range(4)]
-    del held[2], held[0]
+    device, _held = in_pieces(fake, limit=6 * UNIT)
     assert device.take(2 * UNIT, "large").mem.size == 2 * UNIT
 
 
