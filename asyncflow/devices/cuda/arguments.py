@@ -13,7 +13,7 @@ from asyncflow.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.devices.protocol import Placed
+    from asyncflow.devices.protocol import KernelInfo, Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.streams.cuda.stream import CudaStream
     from asyncflow.values import Array, Value
@@ -102,6 +102,12 @@ class Values:
         for x in arguments:
             if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone):
                 self.stream.hold(x)
+
+    def placed(self, place: int, output: Value, info: KernelInfo) -> Placed:
+        """Return the device value for an output; a host array stays if the compiler has planned that."""
+        if place in info.code.host_outputs and type(output) is np.ndarray:
+            return output
+        return self.wrapped(output, info.name)
 
     def wrapped(self, output: Value, name: str) -> Placed:
         """Return the device value for a kernel's output."""

@@ -80,15 +80,10 @@ class CudaLauncher:
                 with device.timed(values.stream, info.name):
                     result = self._kernel(*raw)
                 if info.single:
-                    return self._placed(0, result)
-                return tuple([self._placed(place, output) for place, output in enumerate(result)])
+                    return values.placed(0, result, info)
+                return tuple([values.placed(place, output, info) for place, output in enumerate(result)])
         except RuntimeError as error:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
-
-    def _placed(self, place: int, output: Value) -> Placed:
-        if place in self._info.code.host_outputs and type(output) is np.ndarray:
-            return output
-        return self._values.wrapped(output, self._info.name)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -191,13 +186,7 @@ class CudaRegionLauncher:
 
     def _outputs(self, results: Sequence[Value]) -> tuple[Placed, ...]:
         values, info = self._values, self._info
-        stay = info.code.host_outputs
-        return tuple(
-            [
-                x if place in stay and type(x) is np.ndarray else values.wrapped(x, info.name)
-                for place, x in enumerate(results)
-            ]
-        )
+        return tuple([values.placed(place, x, info) for place, x in enumerate(results)])
 
     def _called(self, function: Kernel) -> Kernel:
         def call(*args: Value) -> tuple[Placed, ...]:

@@ -298,7 +298,7 @@ class Lending:
 class RegionGraph:
     """A captured region.
 
-    What its kernels use stays as long as it does: the private pool, the buffers, and the constants of the code.
+    What its kernels use stays as long as it does: its memory, the buffers, and the constants of the code.
     """
 
     __slots__ = ("_code", "_cupy", "_graph", "_inputs", "_lending", "_memory", "_outputs", "_place", "_raw")
@@ -322,7 +322,7 @@ class RegionGraph:
         ndarray = cupy.ndarray
         self._cupy = cupy
         self._raw = raw
-        # Buffers keep the pool as well, but a region may have none: its temporaries are at addresses of the graph, too.
+        # Buffers keep their blocks as well, but a region may have none: temporaries are at addresses of the graph, too.
         self._memory = memory
         self._code = code
         self._graph = graph
