@@ -11,6 +11,7 @@ import pytest
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.engine import MOST_SLEEPERS
 from tests.fake_cupy.errors import CUDARuntimeError, WouldBlockForEverError
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -82,6 +83,18 @@ def test_a_fault_of_a_stream_loses_its_device_and_no_other(cupy: FakeCupy) -> No
     assert not after.done
     with cupy.cuda.Device(1):
         other.record().synchronize()
+
+
+def test_a_finalizer_on_the_gpus_thread_may_allocate(cupy: FakeCupy) -> None:
+    """It waits for no item that is under way there: that would be its own."""
+    engine, has_allocated = cupy.engine, threading.Event()
+
+    def finalize() -> None:
+        cupy.cuda.memory.alloc(512)
+        has_allocated.set()
+
+    engine.give(engine.queue(0, 0), "poison", finalize, internal=True)
+    assert has_allocated.wait(PATIENCE_S)
 
 
 def test_a_waiter_gets_the_fault(cupy: FakeCupy) -> None:
