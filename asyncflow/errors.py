@@ -131,17 +131,22 @@ _definition: ContextVar[SourceLocation] = ContextVar("asyncflow_definition", def
 
 
 @contextlib.contextmanager
-def located_at(function: Callable[..., object]) -> Iterator[None]:
-    """Inside, what a call stack does not tell is said to be where `function` is defined."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    token = None
-    if code is not None:
-        token = _definition.set(SourceLocation(code.co_filename, code.co_firstlineno, code.co_name))
+def located_at(place: Callable[..., object] | SourceLocation) -> Iterator[None]:
+    """Inside, what a call stack does not tell is said to be at this line, or where this function is defined.
+
+    A coroutine has its caller in its call stack only if the caller awaits it: in a task of its own it has not. So what
+    may warn or raise in a coroutine notes `user_location` in the plain function that makes the coroutine.
+    """
+    if not isinstance(place, SourceLocation):
+        code = getattr(inspect.unwrap(place), "__code__", None)
+        place = (
+            _definition.get() if code is None else SourceLocation(code.co_filename, code.co_firstlineno, code.co_name)
+        )
+    token = _definition.set(place)
     try:
         yield
     finally:
-        if token is not None:
-            _definition.reset(token)
+        _definition.reset(token)
 
 
 def is_users(file: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import threading
@@ -299,6 +300,26 @@ async def test_a_damaged_byte_changes_nothing(tmp_path: Path) -> None:
         (tmp_path / "step-0" / "manifest.json").write_text("{}")
         with pytest.raises(af.CheckpointError, match=r"manifest\.json: is damaged"):
             await session.restore(tmp_path, strict=False)
+
+
+@pytest.mark.parametrize("in_task", [asyncio.gather, asyncio.create_task, lambda call: asyncio.wait_for(call, 60)])
+async def test_a_warning_of_restore_names_the_line_of_the_call_also_in_a_task(tmp_path: Path, in_task: Any) -> None:
+    """A task's call stack has no line of the user's."""
+    async with saved(tmp_path):
+        pass
+    async with af.Session(Model().graph) as session:
+        (tmp_path / "step-0" / "variables.safetensors").write_bytes(b"")
+        call, line = session.restore(tmp_path, strict=False), current_line()
+        with pytest.warns(UserWarning, match="but not all") as warned:
+            await in_task(call)
+    assert [(each.filename, each.lineno) for each in warned] == [(__file__, line)]
+
+
+def current_line() -> int:
+    """The number of the line that calls this."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back.f_lineno
 
 
 async def test_more_faults_than_an_error_lists(tmp_path: Path) -> None:

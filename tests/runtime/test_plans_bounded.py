@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import warnings
 import weakref
@@ -217,7 +218,8 @@ async def test_the_graphs_of_a_function_are_bounded(few_traces: None) -> None:
         assert traced.count("a") == 2
 
 
-async def test_retracing_again_and_again_warns_once_and_names_the_argument() -> None:
+@pytest.mark.parametrize("call", [lambda call: call, asyncio.gather])  # a task's call stack has no line of the user's
+async def test_retracing_again_and_again_warns_once_and_names_the_argument(call: Any) -> None:
     """Behaviour 96: F68."""
 
     @af.function
@@ -227,7 +229,7 @@ async def test_retracing_again_and_again_warns_once_and_names_the_argument() -> 
     async with af.Session():
         with warnings.catch_warnings(record=True, action="always") as caught:
             for k in range(40):
-                await greet(1.0, f"user {k}", k % 2 == 0)
+                await call(greet(1.0, f"user {k}", k % 2 == 0))
         [warned] = caught
         assert "greet has been traced 32 times" in str(warned.message)
         assert "argument name was of 32 kinds, lately 'user 29', 'user 30', 'user 31'" in str(warned.message)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from asyncflow.checkpoint.checkpoints import Checkpoints, Restored
 from asyncflow.checkpoint.saver import as_path, as_step
+from asyncflow.errors import SourceLocation, located_at, user_location
 from asyncflow.graph.resource import Resource
 from asyncflow.runtime.gates.runs import Runs
 from asyncflow.values import Value
@@ -55,13 +56,13 @@ class CheckpointedSession(ABC):
         number = None if step is None else as_step(step)
         return await self._checkpoints.write(root, await self._checkpoints.cut(variables), number, None)
 
-    async def restore(
+    def restore(
         self,
         path: str | os.PathLike[str],
         variables: Sequence[Resource] | None = None,
         *,
         strict: bool = True,
-    ) -> Restored:
+    ) -> Coroutine[object, object, Restored]:
         """Restore the saved values of the session's variables, all at once or none.
 
         All is read and checked before the first variable changes, and they change when no run that uses them is in
@@ -78,8 +79,18 @@ class CheckpointedSession(ABC):
             CheckpointError: there is no checkpoint, it is damaged, or it is another program's; names file and tensor.
             RuntimeError: this is awaited inside a run that uses the variables.
         """
+        return self._restore(user_location(), path, variables, strict)
+
+    async def _restore(
+        self,
+        called_at: SourceLocation,
+        path: str | os.PathLike[str],
+        variables: Sequence[Resource] | None,
+        strict: bool,
+    ) -> Restored:
         self._bind()
-        return await self._checkpoints.restore(as_path(path), variables, strict)
+        with located_at(called_at):  # a task of its own has no line of the user in its call stack
+            return await self._checkpoints.restore(as_path(path), variables, strict)
 
     async def swap_variables(
         self,
