@@ -202,7 +202,7 @@ def brief(value: object) -> str:
 
 def counted(count: int, what: str) -> str:
     """Return a number and a noun, such as ``1 node`` or ``3 nodes``."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def a_kind(kind: type) -> str:

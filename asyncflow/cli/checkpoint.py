@@ -12,7 +12,7 @@ from asyncflow.checkpoint.directory import find_step, step_path, steps
 from asyncflow.checkpoint.manifest import Manifest, StateRecord, read_manifest
 from asyncflow.checkpoint.reader import read_arrays, verify
 from asyncflow.devices.memory import format_bytes
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, counted
 from asyncflow.values import Array
 
 ACTIONS = {
@@ -57,7 +57,7 @@ def _shown(path: Path) -> Iterator[str]:
     yield f"written by {', '.join(f'{name} {version}' for name, version in sorted(manifest.versions.items()))}"
     yield f"graph {manifest.graph or 'none'}"
     if manifest.random is not None:
-        yield f"random numbers after {manifest.random.runs} runs"
+        yield f"random numbers after {counted(manifest.random.runs, 'run')}"
     width = max(map(len, manifest.states), default=0)
     for name, state in sorted(manifest.states.items()):
         yield f"{name:<{width}}  {state.kind}  {_described(state)}".rstrip()

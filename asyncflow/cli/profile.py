@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
+from asyncflow.errors import counted
 from asyncflow.profiler import format_table, save, summarize
 from asyncflow.profiler.picture import ColorBy
 from asyncflow.profiler.save import check_destination
@@ -75,9 +76,10 @@ def profile(
     finally:
         print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
         if trace.interpreted:
+            verb = "was" if len(trace.runs) == 1 else "were"
             print(
-                f"{trace.interpreted} of {len(trace.runs)} runs were interpreted, since the program's own trace "
-                'records every node: af.Trace(detail="node")'
+                f"{trace.interpreted} of {counted(len(trace.runs), 'run')} {verb} interpreted, since the program's own "
+                'trace records every node: af.Trace(detail="node")'
             )
     for path in outputs:
         print(f"\nwrote {path}{how_to_open(path)}")

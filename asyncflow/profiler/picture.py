@@ -17,6 +17,7 @@ from io import BytesIO
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
+from asyncflow.errors import counted
 from asyncflow.profiler.lanes import TimelineLane, firing_lanes, time_bounds
 from asyncflow.runtime.watch.trace import WHOLE, Firing, Trace
 
@@ -104,9 +105,8 @@ def lay_out(trace: Trace, *, color_by: ColorBy = "auto") -> Picture:
         for lane in lanes
     )
     seen = {bar.key for row in rows for bar in row.bars}
-    count = len(trace.runs)
     return Picture(
-        title=f"{count} {'run' if count == 1 else 'runs'}, {len(trace.firings):,} firings" if trace.firings else "",
+        title=f"{counted(len(trace.runs), 'run')}, {counted(len(trace.firings), 'firing')}" if trace.firings else "",
         wall_ns=wall,
         rows=rows,
         legend={key: color for key, color in keys.colors.items() if key in seen},

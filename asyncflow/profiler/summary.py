@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
 
+from asyncflow.errors import counted
 from asyncflow.profiler.lanes import TimelineLane, device_order, devices, firing_lanes, time_bounds
 from asyncflow.runtime.watch.trace import LOOP, DeviceRequests, Firing, Trace
 
@@ -53,8 +54,8 @@ class NodeSummary:
         """The node, and of a loop how often it went around."""
         if self.op != LOOP:
             return self.node
-        around = self.iterations / self.count
-        return f"{self.node} (loop, {around:,.0f} iterations)" if around else f"{self.node} (loop)"
+        around = f", {counted(round(self.iterations / self.count), 'iteration')}" if self.iterations else ""
+        return f"{self.node} (loop{around})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

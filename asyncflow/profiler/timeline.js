@@ -34,6 +34,7 @@
   }
 
   const count = (n) => n.toLocaleString("en-US");
+  const noun = (n, one, many = `${one}s`) => (n === 1 ? one : many);
   const percent = (fraction) => `${(fraction * 100).toFixed(1)} %`;
 
   // ---- The model: rows of the timeline, top to bottom ---------------------------------------------------------------
@@ -165,7 +166,7 @@
   function around(row, i) {
     if (row.attempt[i] > 1) return ` (attempt ${row.attempt[i]})`;
     if (opOf(row.site[i]) !== "loop") return "";
-    return row.iterations[i] === null ? " (loop)" : ` (loop, ${row.iterations[i]} iterations)`;
+    return row.iterations[i] === null ? " (loop)" : ` (loop, ${count(row.iterations[i])} ${noun(row.iterations[i], "iteration")})`;
   }
   const nameOf = (row, i) => (row.kind === "transfer" ? data.tensors[row.tensor[i]] : row.kind === "runs" ? row.name[i] : nodeOf(row.site[i]) + around(row, i));
 
@@ -827,7 +828,7 @@
     if (mark.row.kind === "lane") {
       const stats = nodeStats.bySite[mark.row.site[mark.i]];
       list.push(["Lane", `${mark.row.device} · ${mark.row.label}`], ["Started", duration(mark.row.start[mark.i])]);
-      list.push(["This node", `${count(stats.count)} firings, ${duration(stats.total)} in all, mean ${duration(stats.mean)}, max ${duration(stats.max)}`]);
+      list.push(["This node", `${count(stats.count)} ${noun(stats.count, "firing")}, ${duration(stats.total)} in all, mean ${duration(stats.mean)}, max ${duration(stats.max)}`]);
       actions.append(
         button("Highlight node", () => highlight(exactly(stats.node))),
         button("Previous firing", () => stepNode(-1)), button("Next firing", () => stepNode(1)),
@@ -984,17 +985,17 @@
     };
     add(duration(data.wall), "wall");
     const runs = data.runs.reduce((sum, row) => sum + row.run.length, 0);
-    add(count(runs), runs === 1 ? "run" : "runs");
-    add(count(firingCount), "firings");
+    add(count(runs), noun(runs, "run"));
+    add(count(firingCount), noun(firingCount, "firing"));
     if (status.get("error")) add(count(status.get("error")), "failed", true);
     if (status.get("cancelled")) add(count(status.get("cancelled")), "cancelled");
     add(count(inline), "inline");
     add(count(firingCount - inline - awaited - copies), "offloaded");
     if (awaited) add(count(awaited), "awaited");
-    if (copies) add(count(copies), "copies");
-    for (const [k, label] of [[2, "launches"], [3, "graph launches"], [5, "allocations"]]) {
+    if (copies) add(count(copies), noun(copies, "copy", "copies"));
+    for (const [k, one, many] of [[2, "launch", "launches"], [3, "graph launch", "graph launches"], [5, "allocation"]]) {
       const total = data.requests.reduce((sum, each) => sum + each[k], 0);
-      if (total) add(count(total), label);
+      if (total) add(count(total), noun(total, one, many));
     }
     const sent = transfers.nbytes.reduce((sum, each, k) => sum + (transfers.stall[k] ? 0 : each), 0);
     if (sent) add(bytes(sent), "sent");
@@ -1131,7 +1132,7 @@
   // ---- Start --------------------------------------------------------------------------------------------------------
 
   if (data.dropped) {
-    $("notice").textContent = `${count(data.dropped)} firings did not fit the trace's capacity and are not shown.`;
+    $("notice").textContent = `${count(data.dropped)} ${noun(data.dropped, "firing")} did not fit the trace's capacity, and ${noun(data.dropped, "is", "are")} not shown.`;
     $("notice").hidden = false;
   }
   if (!groups.length) {

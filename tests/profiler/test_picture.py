@@ -67,6 +67,15 @@ def test_a_row_for_each_lane_with_how_busy_it_was() -> None:
     ]
 
 
+def test_the_title_counts_runs_and_firings() -> None:
+    runs = [RunSpan(number, "", 0, 10, "ok") for number in range(2)]
+    one = Trace(firings=[firing(0, 10, op="loop")._replace(iterations=1)], runs=runs[:1])
+    assert lay_out(one).title == "1 run, 1 firing"
+    assert one.firings[0].label == "n (loop, 1 iteration)"
+    assert repr(one) == "<Trace: 1 run, 1 firing, 0 transfers, detail 'node'>"
+    assert lay_out(Trace(firings=[firing(0, 10)] * 1_200, runs=runs)).title == "2 runs, 1,200 firings"
+
+
 def test_copies_of_saved_values_alone_do_not_colour_by_iteration() -> None:
     """Regions launch kernels of no iteration, beside copies of which each has one."""
     copy = firing(0, 10, tag="loop/3", op="copy", stream="d2h")._replace(nbytes=65_536)

@@ -27,6 +27,7 @@ from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCost
 from asyncflow.compiler.placement.simulated_execution import Value
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.devices.protocol import Device
+from asyncflow.errors import counted
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -59,7 +60,7 @@ class Placement:
         lines: list[str] = list(self.notes)
         for device in dict.fromkeys(self.devices.values()):
             names = [name for name, on in self.devices.items() if on == device]
-            lines.append(f"{device}: {len(names)} nodes")
+            lines.append(f"{device}: {counted(len(names), 'node')}")
             lines.extend(f"  {name}: {self.reasons[name]}" for name in names)
         return "\n".join(lines)
 

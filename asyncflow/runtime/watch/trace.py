@@ -15,6 +15,7 @@ from threading import RLock
 from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from asyncflow.entered import Entered
+from asyncflow.errors import counted
 from asyncflow.runtime.watch.picks import PickLog
 
 LOOP: Final = "loop"
@@ -73,7 +74,8 @@ class Firing(NamedTuple):
             return f"{self.node} (attempt {self.attempt})"
         if self.op != LOOP:
             return self.node
-        return f"{self.node} (loop)" if self.iterations is None else f"{self.node} (loop, {self.iterations} iterations)"
+        around = "" if self.iterations is None else f", {counted(self.iterations, 'iteration')}"
+        return f"{self.node} (loop{around})"
 
     @property
     def computing_ns(self) -> int:
@@ -330,8 +332,8 @@ class Trace:
     def __repr__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""
         return (
-            f"<Trace: {len(self.runs)} runs, {self.count} firings{dropped}, {len(self.transfers)} transfers, "
-            f"detail {self.detail!r}>"
+            f"<Trace: {counted(len(self.runs), 'run')}, {counted(self.count, 'firing')}{dropped}, "
+            f"{counted(len(self.transfers), 'transfer')}, detail {self.detail!r}>"
         )
 
     def __enter__(self) -> Self:
