@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_525,
+    "asyncflow/compiler/": 12_536,
     "asyncflow/runtime/": 11_230,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_872,

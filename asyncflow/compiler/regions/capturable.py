@@ -199,6 +199,8 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | 
             obstacle = why_host_drives(inner, inside) if isinstance(inner, WhileNode) else _why_no_branch(inner, inside)
             if obstacle is not None:
                 return f"in {inner.name}, {obstacle}"
+        elif inner.op is VARIABLE_READ:
+            continue  # it is made in front of the loop, which writes none
         elif _keeps_state(inner):
             return f"{_named(inner)} works on a store or variable, which the host does"
         elif (obstacle := why_not_in_graph(inner, inside)) is not None:

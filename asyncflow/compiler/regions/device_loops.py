@@ -13,6 +13,7 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values, keeping
 from asyncflow.compiler.program.kernels.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.program.kernels.work import KernelCounter
+from asyncflow.compiler.program.reads_before import read_before
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
@@ -54,11 +55,13 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: AbstractSet[Te
         places = devices_of_loop(node) if isinstance(node, WhileNode) else ()
         device = places[0] if len(places) == 1 else None
         if isinstance(node, WhileNode) and device in devices and is_device_loop(node, on_host):
-            made = graph.nodes[position] = _device_while(node, device, on_host)
+            reads = read_before(node, node.subgraphs)
+            made = _device_while(node, device, on_host)
+            graph.nodes[position : position + 1] = [*reads, made]
             if fusion:
                 fuse_bodies(node)
             replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
-            for later in graph.nodes[position:]:
+            for later in graph.nodes[position + len(reads) :]:
                 replacements.apply(later)
             replacements.apply_to_results(graph)
             return True

@@ -7,11 +7,10 @@ never run twice; neither is a node that uses up a TensorArray.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncflow.compiler.program.detached import detached_node
 from asyncflow.control.stores.tensor_array import (
     CONCAT,
     GATHER,
@@ -154,64 +153,6 @@ def _made_outside(tensor: Tensor, owners: Owners) -> Node:
             break
         tensor = outer
     return tensor.node
-
-
-# -- what iterations read of variables -------------------------------------------------------------------------------
-
-
-def read_before(loop: WhileNode, part: BodyPart) -> list[Node]:
-    """Makes one read in front of `loop` of all that the part does of a variable, which the loop does not write.
-
-    What other runs write while the loop runs is then seen by all of its iterations, or by none.
-
-    Returns:
-        The nodes to stand in front of the loop.
-    """
-    reads: dict[object, Node] = {}
-    seen: dict[tuple[object, Graph], Tensor] = {}
-
-    def value(resource: object, path: Sequence[StructuredNode], body: Subgraph) -> Tensor:
-        key = resource, body
-        if key not in seen:
-            *around, owner = path
-            outer = value(resource, around, owner.graph) if around else reads[resource].outputs[0]  # type: ignore[arg-type]
-            seen[key] = owner.add_capture(outer, body)
-        return seen[key]
-
-    def visit(body: Subgraph, chosen: Collection[Node] | None, path: Sequence[StructuredNode]) -> None:
-        gone: dict[Node, Tensor] = {}
-        for node in list(body.nodes):
-            if chosen is not None and node not in chosen:
-                continue
-            if node.op is VARIABLE_READ:
-                ((resource, _),) = node_effects(node)
-                if resource not in reads:
-                    reads[resource] = _moved(node, loop)
-                gone[node] = value(resource, path, body)
-            if isinstance(node, StructuredNode):
-                for part in node.subgraphs:
-                    visit(part, None, [*path, node])
-        if gone:
-            _leave(body, gone)
-
-    visit(loop.body, part.nodes, [loop])
-    part.nodes.difference_update([node for node in part.nodes if node.op is VARIABLE_READ])
-    return list(reads.values())
-
-
-def _moved(read: Node, loop: WhileNode) -> Node:
-    moved = detached_node(loop.graph, VARIABLE_READ, [], read.attrs, read, read.specs, name=f"{read.name}/before")
-    moved.control_inputs = list(loop.control_inputs)
-    return moved
-
-
-def _leave(body: Subgraph, gone: dict[Node, Tensor]) -> None:
-    instead = {node.outputs[0]: value for node, value in gone.items()}
-    body.nodes[:] = [node for node in body.nodes if node not in gone]
-    for node in body.nodes:
-        node.inputs = [instead.get(tensor, tensor) for tensor in node.inputs]
-        node.control_inputs = [before for before in node.control_inputs if before not in gone]
-    body.results = [instead.get(tensor, tensor) for tensor in body.results]
 
 
 # -- a copy of it ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ from asyncflow.compiler.memory.recomputation.repeats import (
     Refusal,
     Repeat,
     part_for,
-    read_before,
     used_up,
     why_never_twice,
 )
@@ -46,6 +45,7 @@ from asyncflow.compiler.memory.saved import find_saved
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.loops.counters import counters, trip_count
 from asyncflow.compiler.program.purity import nbytes
+from asyncflow.compiler.program.reads_before import read_before
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
@@ -349,7 +349,8 @@ class _Rewriting:
         self.graph = found.forward.graph
         self.kept = kept
         self.attrs = {"length": length, "kept": kept}
-        self.front = read_before(self.forward, self.part)
+        self.front = read_before(self.forward, [self.forward.body], self.part.nodes)
+        self.part.nodes.intersection_update(self.forward.body.nodes)
         self.checkpoints: dict[int, Tensor] = {}
         self.outside = self.forward.captured(self.forward.body)
         self.saves = {place: save for place, save in found.saves.items() if save.inputs[2] not in self.outside}
