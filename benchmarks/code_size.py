@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_536,
+    "asyncflow/compiler/": 12_542,
     "asyncflow/runtime/": 11_230,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_872,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 66_110
+TOTAL: Final = 66_111
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 514,

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST
+from asyncflow.autodiff.stores.saved_values import SAVE
+from asyncflow.compiler.memory.recomputation.segments import loops_to_segment
 from asyncflow.compiler.program.extract import FEED, extract
 from asyncflow.compiler.program.host_values import find_host_values, keeping
 from asyncflow.compiler.program.host_vectors import keep_vectors
+from asyncflow.compiler.program.kernels.kernels import SAVES
 from asyncflow.compiler.program.kernels.transfers import TO_CARD
+from asyncflow.graph.op import host_inputs
 from asyncflow.testing import virtual_clock
 from tests.cells import SEEDS
 from tests.fake_cupy.stand_in import stand_in
@@ -133,6 +138,36 @@ def test_vectors_computed_in_a_loop_and_saved_for_its_gradient(graph: af.Graph) 
             assert all(tensor in on_host for tensor in node.inputs[1:])
 
 
+def turned(x: af.Tensor, n: af.Tensor, count: int) -> af.Tensor:
+    """A loop with a variable that decides about bounds, is data as well, and changes in each iteration."""
+
+    def body(i: af.Tensor, v: af.Tensor, y: af.Tensor) -> tuple[af.Tensor, ...]:
+        bound = af.max(v) % 5
+        y = y + af.sum(af.sin(af.take(y, v % 6, axis=0)), axis=0)
+        return i + 1, (v * 3 + i) % 7, af.concat([y[bound:], af.sin(y[:bound])], axis=0)
+
+    invariants = ((), (None,), (None, 2))
+    return af.while_loop(lambda i, *_: i < count, body, (0, n, x), shape_invariants=invariants)[2]
+
+
+@pytest.mark.parametrize("kept_first", [0, 2])
+def test_a_vector_that_each_segment_begins_with(graph: af.Graph, kept_first: int) -> None:
+    """Whoever runs iterations again finds it on the host, as all that read one store do."""
+    n, x = af.placeholder("int64", (None,), name="n"), af.placeholder("float64", (6, 2), name="x")
+    grads = af.gradients(af.sum(turned(x, n, 5)), [x])
+    program = extract(graph, list(grads), [n, x]).graph
+    (loop,) = [found for found in loops_to_segment(program) if found.may_run_again]
+    loop.rewrite(2, kept_first)
+    for node in program.walk():
+        node.device = CARD
+    on_host = find_host_values(program, keeping(keep_vectors(program, {CARD})))
+    saves = [node for node in program.walk() if node.op in SAVES and node.inputs[2].dtype.kind == "i"]
+    assert {node.op for node in saves} == {SAVE, CHECKPOINT, *([SAVE_FIRST] if kept_first else [])}
+    for node in program.walk():
+        assert all(node.inputs[place] in on_host for place in host_inputs(node) if node.inputs[place].shape == ())
+        assert not (node in saves and node.inputs[2].shape) or (node.attrs["stays"] and node.inputs[2] in on_host)
+
+
 # -- the same values everywhere --------------------------------------------------------------------------------------
 
 
@@ -232,6 +267,14 @@ def test_random_programs_have_the_same_values_on_cards(graph: af.Graph, seed: in
         feeds += [(n, m, random.normal(size=(6, 2)))] * (4 if size == 3 else 1)
     options: tuple[dict[str, bool], ...] = {"cuda_graphs": True}, {}, {"regions": False}
     check_everywhere((programs.n, programs.m, programs.x), fetches, feeds, **options[seed % 3])
+
+
+@pytest.mark.parametrize("saved_values", ["keep", "recompute", "swap"])
+def test_a_vector_that_a_loop_changes(graph: af.Graph, saved_values: str) -> None:
+    n, x = af.placeholder("int64", (None,), name="n"), af.placeholder("float64", (6, 2), name="x")
+    y = turned(x, n, 5)
+    feeds = [(np.array([3, 8, 1]), X), (np.array([6]), X)]
+    check_everywhere((n, x), [y, *af.gradients(af.sum(y * y), [x])], feeds, saved_values=saved_values)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -17,6 +17,7 @@ from math import isqrt
 
 import numpy as np
 
+from asyncflow.autodiff.stores.saved_values import inputs_of_save
 from asyncflow.autodiff.stores.stores import STORE, SavedValues
 from asyncflow.graph.op import KERNELS, Op
 from asyncflow.graph.values.dtypes import int64
@@ -45,7 +46,7 @@ def segment_of(number: int, length: int | None, kept: int = 0) -> tuple[int, int
     return segment, segment * (segment + 1) // 2
 
 
-def _checkpoint_kernel(xp: Namespace, *, length: int | None, kept: int) -> Kernel:
+def _checkpoint_kernel(xp: Namespace, *, length: int | None, kept: int, stays: bool = False) -> Kernel:
     def keep(store: SavedValues, number: int, value: Value) -> SavedValues:
         segment, first = segment_of(int(number), length, kept)
         return store.saved(segment, value) if first == number else store
@@ -61,7 +62,7 @@ def _segment_kernel(xp: Namespace, *, length: int | None, kept: int) -> Kernel:
     return find
 
 
-def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
+def _save_first_kernel(xp: Namespace, *, kept: int, stays: bool = False) -> Kernel:
     def save(store: SavedValues, number: int, value: Value) -> SavedValues:
         return store.saved(int(number), value) if number < kept else store
 
@@ -72,9 +73,9 @@ def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
 _segmenting = partial(Op, flops=free, traits=KERNELS)
 CHECKPOINT = _segmenting(
     "checkpoint",
-    lambda store, number, value, *, length, kept: STORE,
+    lambda store, number, value, *, length, kept, stays=False: STORE,
     _checkpoint_kernel,
-    host_inputs=(1,),
+    host_inputs=inputs_of_save,
     is_total=True,
 )
 """The store with the value of a loop variable in it, if iteration `number` is the first of a segment."""
@@ -83,7 +84,11 @@ SEGMENT = _segmenting("segment", lambda end, *, length, kept: (Spec(int64, ()),)
 runs again.
 """
 SAVE_FIRST = _segmenting(
-    "save_first", lambda store, number, value, *, kept: STORE, _save_first_kernel, host_inputs=(1,), is_total=True
+    "save_first",
+    lambda store, number, value, *, kept, stays=False: STORE,
+    _save_first_kernel,
+    host_inputs=inputs_of_save,
+    is_total=True,
 )
 """The store with one value more, if iteration `number` is kept."""
 SEGMENT_STORE = _segmenting(

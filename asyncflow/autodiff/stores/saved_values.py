@@ -60,11 +60,18 @@ MOVING_STORE = define(
     traits=KERNELS,
 )
 """`NEW_STORE` on a device that can move values away, for a plan alone: its attributes hold the device's `Swapping`."""
+
+
+def inputs_of_save(node: Node) -> tuple[int, ...]:
+    """Positions of the inputs that a node which saves its third input reads on the host; see `SAVE`."""
+    return (1, 2) if node.attrs.get("stays") else (1,)
+
+
 SAVE = store_op(
     "save_value",
     lambda store, index, value, *, stays=False: STORE,
     SavedValues.saved,
-    host_inputs=lambda node: (1, 2) if node.attrs.get("stays") else (1,),
+    host_inputs=inputs_of_save,
     is_total=True,
 )
 """Op that saves a value. The compiler says which values are on the host, and stay there."""

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.host_values import (
@@ -31,6 +31,7 @@ from asyncflow.compiler.program.host_values import (
     is_metadata,
     keeping,
 )
+from asyncflow.compiler.program.kernels.kernels import SAVES
 from asyncflow.compiler.program.kernels.transfers import TO_CARD
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
@@ -105,13 +106,17 @@ class _VectorSearch:
         """Return the tensors that the host is to keep."""
         can = find_host_values(self.graph, self.could_keep)
         needed = self.behind(self.decisive(), can)
-        saves = {x.node for x in needed if x.node.op is SAVE and x.node.inputs[2].shape != ()}
-        # All that read a store find the same values.
-        for read in [node for node in self.graph.walk() if node.op is READ_SAVED and _may_stay(node.outputs[0].spec)]:
-            chain = self.behind(read.inputs[:1], can)
-            if not saves.isdisjoint(x.node for x in chain):
-                needed |= self.behind(read.outputs, can)
-                self.stores.update(x.node for x in chain if x.node.op in (NEW_STORE, SAVE))
+        reads = [node for node in self.graph.walk() if node.op is READ_SAVED and _may_stay(node.outputs[0].spec)]
+        chains = [(read, self.behind(read.inputs[:1], can)) for read in reads]
+        while True:
+            saves = {x.node for x in needed if x.node.op in SAVES and x.node.inputs[2].shape != ()}
+            # All that read a store find the same values. What one of them needs may be saved by another loop.
+            filled = [(read, chain) for read, chain in chains if not saves.isdisjoint(x.node for x in chain)]
+            found = {x for read, _ in filled for x in self.behind(read.outputs, can)}
+            if found <= needed:
+                break
+            needed |= found
+        self.stores = {x.node for _, chain in filled for x in chain if x.node.op in (NEW_STORE, *SAVES)}
         # The host computes all results of a node or none.
         return frozenset(x for each in needed - self.alone for x in self.together(each) if x not in self.alone)
 
@@ -276,7 +281,8 @@ class _VectorCopies:
             again = detached_node(graph, node.op, (), node.attrs, node, tensor.spec, name=name)
             self.behind.setdefault(node, []).insert(0, again)
             return again.outputs[0]
-        if isinstance(node, StructuredNode) or runs_on_host(node) or not graph.is_subgraph:
+        is_read = node.op is READ_SAVED  # which may be the last of a value that is gone then
+        if isinstance(node, StructuredNode) or runs_on_host(node) or is_read or not graph.is_subgraph:
             return self.transferred(tensor)
         # In a body, the card computes it once more: mostly a view, and no copy in each iteration.
         read = host_inputs(node)
