@@ -30,6 +30,8 @@ if _typing.TYPE_CHECKING:
     from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
     from asyncflow.checkpoint.checkpoints import Restored as Restored
     from asyncflow.checkpoint.saver import Saver as Saver
+    from asyncflow.compiler.program.kernels.device_kernels import kernels as kernels
+    from asyncflow.compiler.program.kernels.device_kernels import register_kernel as register_kernel
     from asyncflow.control.case import case as case
     from asyncflow.control.case import switch_case as switch_case
     from asyncflow.control.cond import cond as cond
@@ -336,6 +338,7 @@ _HOMES = {
     "autodiff.stop_gradient": "stop_gradient",
     "checkpoint.checkpoints": "Restored",
     "checkpoint.saver": "Saver",
+    "compiler.program.kernels.device_kernels": "kernels register_kernel",
     "control.case": "case switch_case",
     "control.cond": "cond",
     "control.functional": "foldl foldr scan",

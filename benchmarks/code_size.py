@@ -27,8 +27,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_542,
-    "asyncflow/runtime/": 11_230,
+    "asyncflow/compiler/": 12_901,
+    "asyncflow/runtime/": 11_233,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 8_872,
     "asyncflow/graph/": 3_020,
@@ -50,10 +50,10 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 66_111
+TOTAL: Final = 66_502
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
-    "layers, and kernels of each device": 514,
+    "layers, and kernels of each device": 122,
     "steps that a card captures": 0,
     "native code": 2_500,
     "the profiler": 2_200,

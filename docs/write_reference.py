@@ -68,6 +68,7 @@ FAMILIES: Final = {
     "checks": "Checks and printing",
     "custom": "Operations of your own",
     "batch": "Operations of your own",
+    "device_kernels": "Operations of your own",
     "step_policy": "Operations of your own",
     "from_torch": "PyTorch",
 }
@@ -113,7 +114,7 @@ def constants() -> list[str]:
 
 def _section(value: object) -> str:
     parts = str(getattr(value, "__module__", "")).split(".")
-    title = FAMILIES.get(parts[-1]) if parts[1] == "ops" else ROOMS.get(parts[1])
+    title = FAMILIES.get(parts[-1]) if parts[1] in ("ops", "compiler") else ROOMS.get(parts[1])
     if title is None:
         raise LookupError(f"{value!r} is in {'.'.join(parts)}, which has no heading here: give it one")
     return title

@@ -14,6 +14,7 @@ from asyncflow.compiler.memory.plan_memory import PlannedLoop
 from asyncflow.compiler.memory.saved import Saved
 from asyncflow.compiler.placement.place import Placement
 from asyncflow.compiler.plan import Partition
+from asyncflow.compiler.program.kernels.device_kernels import Kernels
 from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.compiler.program.survey import Survey
@@ -21,6 +22,7 @@ from asyncflow.devices.protocol import Device
 from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Op
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Program:
         remarks: how parts of it were built.
         placement: why each node is where it is.
         survey: what a run of it touches.
+        kernels: for people, which kernels of users nodes call.
         saved: what its loops save for their gradients.
         memory: the treatment of saved values on devices with a limit.
         memory_notes: why nothing is predicted for some loops.
@@ -57,6 +60,7 @@ class Program:
     remarks: tuple[str, ...] = ()
     placement: Placement | None = None
     survey: Survey | None = None
+    kernels: tuple[str, ...] = ()
     saved: tuple[Saved, ...] = ()
     memory: tuple[PlannedLoop, ...] = ()
     memory_notes: tuple[str, ...] = ()
@@ -86,6 +90,7 @@ class Context:
         homes: where state is, of devices with a memory of their own; what a plan puts somewhere is added. None if all
             devices share one memory.
         placed: the devices of nodes by name in a run that is done again.
+        warned: ops that the host computes for a card, and of which the log has told.
     """
 
     devices: Sequence[Device]
@@ -94,6 +99,12 @@ class Context:
     costs: Mapping[str, float] = field(default_factory=dict)
     homes: dict[Hashable, str] | None = None
     placed: Mapping[str, str] = field(default_factory=dict)
+    warned: set[tuple[Op, str]] = field(default_factory=set)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """Kernels of users for kinds of device."""
+        return Kernels(self.options.kernels)
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:

@@ -36,6 +36,7 @@ from asyncflow.compiler.plan import FiringWay, Plan
 from asyncflow.compiler.program.extract import FEED, extract
 from asyncflow.compiler.program.host_values import find_host_values, keeping
 from asyncflow.compiler.program.host_vectors import keep_vectors
+from asyncflow.compiler.program.kernels.choose_kernels import choose_kernels
 from asyncflow.compiler.program.loops.frames import has_primitives
 from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.compiler.program.request import PlanRequest
@@ -100,6 +101,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         memory=program.memory,
         memory_notes=program.memory_notes,
         remarks=program.remarks,
+        kernels=program.kernels,
         survey=program.survey,
     )
     tell_plan(plan)
@@ -197,7 +199,12 @@ def _resolve_requests(program: Program, context: Context) -> None:
     options = context.options
     spread = options.placement_seed is not None
     program.notes = resolve_requests(
-        program.graph, program.request.graph, context.devices, soft=options.soft_placement, spread=spread
+        program.graph,
+        program.request.graph,
+        context.devices,
+        context.kernels,
+        soft=options.soft_placement,
+        spread=spread,
     )
 
 
@@ -246,7 +253,15 @@ def _prune(program: Program, _: Context) -> None:
 def _place(program: Program, context: Context) -> None:
     seed = context.options.placement_seed
     placed, notes = context.placed, program.notes
-    program.placement = place(program.graph, context.devices, context.costs, seed=seed, placed=placed, notes=notes)
+    program.placement = place(
+        program.graph, context.devices, context.costs, context.kernels, seed=seed, placed=placed, notes=notes
+    )
+
+
+@wraps(choose_kernels)
+def _choose_kernels(program: Program, context: Context) -> None:
+    devices = {device.name: device for device in context.devices}
+    program.kernels = choose_kernels(program.graph, devices, context.kernels, context.warned)
 
 
 @wraps(survey)
@@ -359,6 +374,8 @@ PASSES = (
     # Behind `prune`: its edges order nodes that are in the plan, and bring in none.
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
+    # Behind all passes that know the library's ops, and before any that asks what a device launches.
+    Pass("choose_kernels", _choose_kernels, needed="it calls the kernels of users for devices", is_analysis=True),
     Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
     # From here on each node has its device: it tells whether stores move, loops run there, and regions form.
     Pass("host_vectors", _keep_vectors, _keeps_vectors),

@@ -331,6 +331,7 @@ class Plan:
         cost: learnt time and memory of its runs.
         used: the number of its last run, among the runs of its session.
         remarks: lines for people on its maps and loops.
+        kernels: lines for people on kernels of users.
         is_shared: True if it computes a body for several runs at once.
     """
 
@@ -349,6 +350,7 @@ class Plan:
     memory_notes: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     is_shared: bool = False
 
     def __repr__(self) -> str:
@@ -375,6 +377,9 @@ class Plan:
     def explain(self, *, source: bool = False, memory: bool = False, races: bool = False) -> str:
         """Describe the plan in words: per device the frames, and every node with its inputs.
 
+        Of ops with kernels for kinds of device, and of functions that the host computes for a card, it tells which
+        kernel each node calls, and why. All other nodes call the library's.
+
         Of each `map_fn` whether it is lifted, and if not, why; of each `vertex_map` its three parts. With several
         devices, the text also gives the reason for each node's device, and counts the values that go from device to
         device. It tells which control flow written by hand stays on one device and why. It lists the products of loops
@@ -400,6 +405,7 @@ class Plan:
         lines = [
             *self.remarks,
             *self.placement.notes,
+            *self.kernels,
             *self._explain_transfers(),
             *self._explain_batching(),
             *self.loops,

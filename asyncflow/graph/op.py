@@ -10,7 +10,8 @@ from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, SourceLocation
+from asyncflow.foreign_names import close_names
 from asyncflow.graph.facts import REPLACE, Fact
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.values.spec import Spec
@@ -95,6 +96,32 @@ CudaRule: TypeAlias = Callable[..., str | None]
 """``rule(attrs, inputs, output, operands)``: a CUDA C++ expression for one element of the output, of which
 `asyncflow.ops.cuda.source` tells; or None where there is none for these dtypes.
 """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceKernel:
+    """A function that a user has registered as the kernel of an op on one kind of device.
+
+    Attributes:
+        op: the op's name.
+        kind: of the devices.
+        function: takes the inputs, static arguments by name, and the stream if it has a parameter `stream`.
+        graph_safe: CUDA graphs may hold its work.
+        place: the line that registered it.
+        of_session: a session alone has it.
+    """
+
+    op: str
+    kind: str
+    function: Callable[..., object]
+    graph_safe: bool
+    place: SourceLocation
+    of_session: bool = False
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        whose = "the session's" if self.of_session else "registered"
+        return f"{name} ({self.place}), {whose} for {self.kind!r}"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -295,7 +322,9 @@ def find_op(name: str) -> Op:
     if name not in _ops:
         _import_all()  # modules register their ops when they are imported, and few have been by then
     if name not in _ops:
-        raise GraphError(f"no op is named {name!r}; is the module that registers it imported?")
+        close = close_names(name, list(_ops))
+        meant = f"did you mean {' or '.join(map(repr, close))}?"
+        raise GraphError(f"no op is named {name!r}; {meant if close else 'is the module that registers it imported?'}")
     return _ops[name]
 
 

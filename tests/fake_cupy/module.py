@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,8 @@ class FakeCupy:
         if isinstance(obj, self.ndarray):
             wanted = obj.dtype if dtype is None else np.dtype(dtype)
             result = obj.astype(wanted, order=order or "K", copy=bool(copy))
+        elif hasattr(obj, "__cuda_array_interface__"):
+            result = self._of_interface(obj)
         elif isinstance(obj, (list, tuple)) and any(isinstance(part, self.ndarray) for part in parts_of(obj)):
             result = self.stack([self.array(part, dtype) for part in obj])
         else:
@@ -174,6 +177,15 @@ class FakeCupy:
                 self.cuda.get_current_stream().synchronize()
         missing = ndmin - result.ndim
         return result[(None,) * missing] if missing > 0 else result
+
+    def _of_interface(self, obj: Any) -> Any:
+        """An array in the memory that `obj` describes; waits for a stream that it names, as CuPy does by default."""
+        face = obj.__cuda_array_interface__
+        if face.get("stream") is not None:
+            self.cuda.runtime.streamSynchronize(face["stream"])
+        dtype = np.dtype(face["typestr"])
+        memory = self.cuda.memory.UnownedMemory(face["data"][0], math.prod(face["shape"]) * dtype.itemsize, obj)
+        return self.ndarray(face["shape"], dtype, self.cuda.memory.MemoryPointer(memory, 0), face.get("strides"))
 
     def asarray(
         self, a: Any, dtype: Any = None, order: str | None = None, *, copy: bool | None = None, blocking: bool = False

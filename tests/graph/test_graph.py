@@ -316,8 +316,8 @@ def test_tensors_are_keys_by_identity(graph: Graph) -> None:
 def test_op_names_are_unique() -> None:
     with pytest.raises(GraphError, match="an op named 'identity' is already registered"):
         register(Op(name="identity", infer=lambda x: x))
-    with pytest.raises(GraphError, match="no op is named 'nope'; is the module that registers it imported"):
-        find_op("nope")
+    with pytest.raises(GraphError, match="no op is named 'xyzzy'; is the module that registers it imported"):
+        find_op("xyzzy")
 
 
 def test_completion_shows_what_programs_use() -> None:

@@ -24,7 +24,7 @@ LARGER: dict[str, tuple[int, int]] = {
     "Timeline": (29, 1),
     "Progress": (29, 0),
     "CudaSwapping": (28, 6),
-    "SessionOptions": (28, 9),
+    "SessionOptions": (29, 9),
     "SlicedRegion": (26, 9),
     "GradientBody": (26, 1),
     "PickGuide": (21, 2),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from asyncflow.compiler.placement.constraints import usable_devices
 from asyncflow.compiler.placement.node_costs import spec_nbytes
+from asyncflow.compiler.program.kernels.device_kernels import NO_KERNELS, Kernels
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.facts import MOVE
@@ -32,8 +33,9 @@ class Choices:
 
     trials = 60_000
 
-    def __init__(self, graph: Graph, devices: Sequence[Device]) -> None:
+    def __init__(self, graph: Graph, devices: Sequence[Device], kernels: Kernels = NO_KERNELS) -> None:
         self.devices = devices
+        self._kernels = kernels
         self.names = [device.name for device in devices]
         self.everywhere = tuple(range(len(devices)))
         self.limits: list[float | None] = [device.memory.limit for device in devices]
@@ -102,7 +104,7 @@ class Choices:
         return {node: place for node in find_counters(loop) if not self.is_bound(node)}
 
     def _allow(self, members: Sequence[Node]) -> None:
-        allowed, as_asked = usable_devices(members, members[0].device, self.devices)
+        allowed, as_asked = usable_devices(members, members[0].device, self.devices, self._kernels)
         self._allowed.update(dict.fromkeys(members, allowed))
         if not as_asked:
             self.refused.update(members)

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from asyncflow.autodiff.stores.saved_values import SAVE
 from asyncflow.autodiff.stores.store_gradients import NO_GRADIENT
 from asyncflow.compiler.program.extract import EMIT, FETCH
+from asyncflow.compiler.program.kernels.device_kernels import NO_KERNELS, Kernels
 from asyncflow.compiler.program.loops.frames import has_primitives
 from asyncflow.compiler.program.loops.hand_written import HandWritten
 from asyncflow.devices.names import DeviceSpec
@@ -39,7 +40,7 @@ def needs_all_kernels(node: Node) -> bool:
 
 
 def usable_devices(
-    nodes: Iterable[Node], request: str | None, devices: Sequence[Device]
+    nodes: Iterable[Node], request: str | None, devices: Sequence[Device], kernels: Kernels = NO_KERNELS
 ) -> tuple[tuple[int, ...], bool]:
     """Return positions of the devices that all `nodes` may share, and True if `request` names these devices.
 
@@ -47,8 +48,13 @@ def usable_devices(
     If none has, any will do: what a device has no kernel for, the host computes on its behalf, with a copy out and in.
     """
     asked = _matching(request, devices)
-    usable = tuple(index for index, device in enumerate(devices) if device.capabilities.kernels == "all")
-    if len(usable) in (0, len(devices)) or not any(map(needs_all_kernels, nodes)):
+    needing = list(filter(needs_all_kernels, nodes))
+    usable = tuple(
+        index
+        for index, device in enumerate(devices)
+        if device.capabilities.kernels == "all" or all(kernels.find(node, device.kind) for node in needing)
+    )
+    if len(usable) in (0, len(devices)) or not needing:
         return asked, True
     # The host computes for a card, with copies both ways: a device that has the kernels itself is better.
     chosen = tuple(index for index in asked if index in usable)
@@ -56,7 +62,13 @@ def usable_devices(
 
 
 def resolve_requests(
-    graph: Graph, source: Graph, devices: Sequence[Device], *, soft: bool = True, spread: bool = False
+    graph: Graph,
+    source: Graph,
+    devices: Sequence[Device],
+    kernels: Kernels = NO_KERNELS,
+    *,
+    soft: bool = True,
+    spread: bool = False,
 ) -> tuple[str, ...]:
     """Check the constraints, and give each node the constraints of its whole group.
 
@@ -68,6 +80,7 @@ def resolve_requests(
         graph: a private copy of the needed part of the user's graph, changed in place.
         source: the user's graph, in which nodes are looked up that are not needed and yet name a device.
         devices: the session's devices.
+        kernels: of users, for kinds of device.
         soft: a request for a kind of device that has no kernel is let pass, and `place` finds another device.
         spread: cut loops written by hand although nothing asks for it.
 
@@ -84,7 +97,7 @@ def resolve_requests(
     groups = _Groups(graph, nodes, source, devices)
     if not spread:
         groups.gather_loops(devices)
-    groups.resolve(devices, soft=soft)
+    groups.resolve(devices, None if soft else kernels)
     return tuple(dict.fromkeys(groups.notes))
 
 
@@ -200,7 +213,8 @@ class _Groups:
             parent[key], key = root, parent[key]
         return root
 
-    def resolve(self, devices: Sequence[Device], *, soft: bool) -> None:
+    def resolve(self, devices: Sequence[Device], required: Kernels | None) -> None:
+        """Give nodes the constraints of their groups; there are to be kernels, unless `required` is None."""
         askers: dict[Hashable, list[Node]] = {}
         members: dict[Hashable, list[Node]] = {}
         for name, node in self.askers.items():
@@ -216,8 +230,8 @@ class _Groups:
                 merged.setdefault(self._root(node.name), node.device)
         for group, listed in members.items():
             request = merged.get(group)
-            if not soft and request is not None:
-                _require_kernels(listed, request, devices)
+            if required is not None and request is not None:
+                _require_kernels(listed, request, devices, required)
             asking = [node for node in askers.get(group, ()) if node.name in self.present]
             label = (asking or listed)[0].name if len(listed) > 1 else None
             for node in listed:
@@ -283,8 +297,8 @@ def _same_values(node: StructuredNode) -> Iterator[tuple[Tensor, Tensor]]:
             yield from zip(body.results, node.outputs, strict=True)
 
 
-def _require_kernels(nodes: Sequence[Node], request: str, devices: Sequence[Device]) -> None:
-    if usable_devices(nodes, request, devices)[1]:
+def _require_kernels(nodes: Sequence[Node], request: str, devices: Sequence[Device], kernels: Kernels) -> None:
+    if usable_devices(nodes, request, devices, kernels)[1]:
         return
     node = next(filter(needs_all_kernels, nodes))
     raise PlacementError(

@@ -26,6 +26,7 @@ from asyncflow.compiler.placement.list_schedule import GAIN, Solution
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Value
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.program.kernels.device_kernels import NO_KERNELS, Kernels
 from asyncflow.devices.protocol import Device
 from asyncflow.errors import counted
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -69,6 +70,7 @@ def place(
     graph: Graph,
     devices: Sequence[Device],
     costs: Mapping[str, float] | None = None,
+    kernels: Kernels = NO_KERNELS,
     *,
     seed: int | None = None,
     placed: Mapping[str, str] = _NOWHERE,
@@ -80,6 +82,7 @@ def place(
         graph: structured, from `resolve_requests` and the optimisations; changed in place.
         devices: the session's devices, the preferred one first.
         costs: mean ns of a firing by node name, from earlier runs; missing ones are estimated.
+        kernels: of users, for kinds of device.
         seed: puts nodes on random devices among the allowed ones, to show that results do not depend on the placement.
             None: where they finish first.
         placed: the devices of nodes by name in a run that is done again; not regarded unless it has them all.
@@ -97,7 +100,8 @@ def place(
         where = {node: numbers[placed[node.name]] for node in nodes}
         why = dict.fromkeys(nodes, "as in the run that is done again")
     else:
-        choices = Choices(graph, devices)
+        # With a kernel of the user's, a card is a choice for a function that the host would compute for it.
+        choices = Choices(graph, devices, kernels)
         if seed is not None:
             where, why = _at_random(nodes, choices, Random(seed))
         else:

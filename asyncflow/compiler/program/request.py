@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -111,5 +111,7 @@ class PlanOptions:
     """A node that has no kernel where it is asked to be goes elsewhere."""
     seed: int | None
     """Seed for a random order of a region's nodes within the required order; None: as written."""
+    kernels: Mapping[tuple[object, str], Callable[..., object]] | None
+    """Kernels of users in place of the ops' own, by op and kind of device."""
     placement_seed: int | None
     """Seed for random placement within the constraints; None: nodes go where they finish first."""

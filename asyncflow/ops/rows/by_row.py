@@ -68,7 +68,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         raise CannotLift(f"{node.name} ({op.name}) leaves the shape of its results open, and rows need one")
     attrs = {"loops": rows.places()} if op.conduct.needs_context else {"host": tuple(sorted(host_inputs(node)))}
     return apply(
-        _calling(node),
+        calling(op, on_host=runs_on_host(node)),
         rows.numbers(),
         *(value.tensor for value in inputs),
         name=node.name.rpartition("/")[2],
@@ -82,14 +82,21 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     )
 
 
-def _calling(node: Node) -> Op:
-    if node.op.conduct.is_user:
-        return _OF_USER[node.op.conduct.is_repeatable, node.op.takes_any_arrays, node.op.conduct.is_async]
-    if node.op.conduct.needs_context:
+def calling(op: Op, *, on_host: bool) -> Op:
+    """Return the op that calls the kernel of `op` for each row.
+
+    Args:
+        op: any.
+        on_host: its kernel computes with NumPy wherever the node is.
+    """
+    conduct = op.conduct
+    if conduct.is_user:
+        return _OF_USER[conduct.is_repeatable, op.takes_any_arrays, conduct.is_async]
+    if conduct.needs_context:
         return BY_ROW_DRAWN
-    if node.op.effects is not None:
+    if op.effects is not None:
         return BY_ROW_CHECKED
-    return _ON_HOST if runs_on_host(node) else BY_ROW
+    return _ON_HOST if on_host else BY_ROW
 
 
 def op_of(node: Node) -> Op:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
-from typing import Any, Generic, ParamSpec, TypeAlias, overload
-
-import numpy as np
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import Access, Effects, Op
+from asyncflow.graph.op import Access, DeviceKernel, Effects, Op
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec, spec_of
@@ -48,6 +47,7 @@ Cost: TypeAlias = "float | Callable[[Sequence[Shape], Sequence[Shape]], float]"
 
 
 P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class CustomOp(Generic[P]):
@@ -95,7 +95,7 @@ class CustomOp(Generic[P]):
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
         # An object of its own, and not this one: the op would lead back to what holds it.
-        calls = _Calls(function, is_async, self.name, self.limits)
+        calls = Calls(function, is_async, self.name, self.limits)
         self.op = Op(
             self.name,
             declared_specs,
@@ -161,6 +161,28 @@ class CustomOp(Generic[P]):
         node.device = self.device or node.device  # the function may need that device, wherever it is called
         return nest.flatten(outputs)[1].unflatten(node.outputs) if node.outputs else node
 
+    def kernel(self, kind: str, *, graph_safe: bool = False) -> Callable[[F], F]:
+        """Decorate a function that computes the op on devices of one kind, such as ``"cuda"``.
+
+        Args:
+            kind: the kind of device, without a number.
+            graph_safe: the function only launches kernels of shapes that follow from its inputs' shapes; see
+                `register_kernel`.
+
+        Returns:
+            A decorator, which returns the function as it is.
+
+        Raises:
+            GraphError, PlacementError: as from `register_kernel`.
+        """
+
+        def register(function: F) -> F:
+            # By name: kinds of devices are known in a room above this one.
+            sys.modules["asyncflow"].register_kernel(self, kind, function, graph_safe=graph_safe)
+            return function
+
+        return register
+
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
@@ -217,13 +239,23 @@ class CustomOp(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Calls:
-    """The calls of a user's function: kernels and effects. An op has them, and they have no op."""
+class Calls:
+    """The calls of a user's function: kernels and effects. An op has them, and they have no op.
+
+    Attributes:
+        function: it.
+        is_async: it is a coroutine function.
+        name: of the op.
+        limits: of its calls; None for none.
+        kernels: other functions that compute the same on devices of a kind. A table of all ops would keep a kernel that
+            refers to its op, and so the op, for ever.
+    """
 
     function: Callable[..., Any]
     is_async: bool
     name: str
     limits: CallLimits | None = None
+    kernels: dict[str, DeviceKernel] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -269,10 +301,10 @@ class _Calls:
             return results[0][0] if isinstance(outputs, Spec) else tuple(x[0] for x in results)
 
         def call(*values: Value) -> Value:
-            return only_row(of_rows(*(np.asarray(value)[None] for value in values)))
+            return only_row(of_rows(*(xp.asarray(value)[None] for value in values)))
 
         async def call_in_turn(*values: Value) -> Value:
-            return only_row(await of_rows(*(np.asarray(value)[None] for value in values)))
+            return only_row(await of_rows(*(xp.asarray(value)[None] for value in values)))
 
         return call if self.limits is None else call_in_turn
 
@@ -384,6 +416,7 @@ def op(
         GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects; a
             coroutine function has `rows` or `batch`; or a limit is out of its range.
 
+    >>> import numpy as np
     >>> import asyncflow as af
     >>> @op(outputs=af.spec("float64", (None,)))
     ... def smooth(x, *, width=3):

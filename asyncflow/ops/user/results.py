@@ -78,11 +78,11 @@ _FRESH = _references(np.empty(0))
 """Reference count of an array that a call has just returned, without further references."""
 
 
-def given_up(result: Nest) -> Nest:
-    """Return the results of a function, with copies of the arrays that are still referenced and may be written to
-    later.
+def given_up(result: Nest, kind: type[Array] = np.ndarray) -> Nest:
+    """Return the results of a function, with copies of the arrays of `kind` that are still referenced and may be
+    written to later.
     """
-    if type(result) is np.ndarray:
+    if type(result) is kind:
         return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
     if isinstance(result, np.generic | int | float | complex | str):
         return result
@@ -92,13 +92,15 @@ def given_up(result: Nest) -> Nest:
     if structure.kind is None:
         return result
     return structure.unflatten(
-        [x.copy() if type(x) is np.ndarray and (getrefcount(x) > allowed or _is_window(x)) else x for x in leaves]
+        [x.copy() if type(x) is kind and (getrefcount(x) > allowed or _is_window(x)) else x for x in leaves]
     )
 
 
 def _is_window(array: Array) -> bool:
     """Return True if the array is a view of an array with further references."""
-    return array.base is not None and array.flags.writeable and getrefcount(array.base) > _FRESH
+    if array.base is None or getrefcount(array.base) <= _FRESH:
+        return False
+    return bool(getattr(array.flags, "writeable", True))  # CuPy's arrays are never locked
 
 
 def checked(spec: Spec, value: Any, what: str = "its result") -> Array:

@@ -12,6 +12,7 @@ from weakref import WeakSet, ref
 
 from asyncflow.compiler.placement.node_costs import assumed_ns
 from asyncflow.compiler.plan import Plan, PlanNode
+from asyncflow.compiler.program.kernels.device_kernels import compiled
 from asyncflow.compiler.program.loops.counters import trip_count
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import SessionClosedError
@@ -81,6 +82,7 @@ class PlanCache:
         self._compiling: dict[tuple[int, int, PlanRequest], asyncio.Future[Plan]] = {}
         self._alive: WeakSet[Plan] = WeakSet()
         self._flips = 0
+        compiled.add(self)
 
     def __len__(self) -> int:
         return sum(len(kept.plans) for kept in list(self._graphs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Concatenate, Final, Literal, ParamSpec, TypeVar, get_args
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncflow.checkpoint.saver import Saver, as_path
 from asyncflow.compiler.pipeline import check_dump, check_without
+from asyncflow.compiler.program.kernels.device_kernels import Kernels
 from asyncflow.compiler.program.request import PlanOptions, SavedValuesChoice
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.graph import Graph
@@ -36,7 +37,7 @@ _LEAST: Final = {
 """The least that each integer may be; devices check their memory limits."""
 
 OF_ITS_PLACE: Final = (
-    *("graph", "devices", "dump", "spill_directory", "plans", "restore"),
+    *("graph", "devices", "dump", "spill_directory", "plans", "restore", "kernels"),
     *("max_runs", "max_queued", "max_queued_bytes"),
 )
 """Options that make no difference to one run, or mean something on one machine alone: a record leaves them out."""
@@ -98,6 +99,8 @@ class SessionOptions:
             same within rounding.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
+        kernels: kernels for kinds of device in this session alone, such as ``{("softmax", "cuda"): function}``, before
+            the ones of `register_kernel`. A key has an op, as for that, and a kind.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
             it. None: where they finish first.
         check_numerics: fail on the first NaN or infinity, naming the node.
@@ -120,7 +123,9 @@ class SessionOptions:
 
     Raises:
         TypeError, ValueError: an option is of another type than it says, or out of its range.
-        PlacementError: `devices` names a missing device, or `device_while` lacks ``cuda-bindings``.
+        GraphError: `kernels` names an unknown op, or a function that cannot be its kernel.
+        PlacementError: `devices` names a missing device, `kernels` an unknown kind of device, or `device_while` lacks
+            ``cuda-bindings``.
     """
 
     graph: Graph | None = None
@@ -144,6 +149,7 @@ class SessionOptions:
     transfer_dtype: str | None = None
     saved_values: SavedValuesChoice = "auto"
     soft_placement: bool = True
+    kernels: Mapping[tuple[object, str], Callable[..., object]] | None = None
     placement_seed: int | None = None
     check_numerics: bool = False
     max_iterations: int | None = None
@@ -170,6 +176,7 @@ class SessionOptions:
                 raise ValueError(f"{name} limits the runs that wait, and without max_runs none ever does: give both")
         if self.restore is not None and not isinstance(self.restore, Saver):
             as_path(self.restore)
+        Kernels(self.kernels)
         check_without(self.without)
         check_dump(self.dump)
         if self.spill_directory is not None and not os.path.isdir(self.spill_directory):
