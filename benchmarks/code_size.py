@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 12_901,
     "asyncflow/runtime/": 11_233,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_872,
+    "asyncflow/devices/": 8_875,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 66_502
+TOTAL: Final = 66_511
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 122,

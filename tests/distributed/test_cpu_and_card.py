@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.testing import virtual_clock
 from tests.distributed.clusters import Cluster
 
 if TYPE_CHECKING:
@@ -73,6 +74,27 @@ def test_a_vector_from_the_cpu_in_a_loop_that_the_card_runs(graph: af.Graph) -> 
         strict=True,
     ):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_number_from_a_simulated_cpu_decides_on_a_card(graph: af.Graph) -> None:
+    """It comes as a number of the host, as the compiler expects: its region does not wait for the card."""
+    x, n = af.placeholder("float64", (None, 2)), af.placeholder("int64", (None,))
+    with af.device(CPU):
+        size = af.size(x)
+    with af.device("sim:0"):
+
+        def body(i: af.Tensor, y: af.Tensor) -> Any:
+            count = (size + i) % 3
+            return i + 1, af.while_loop(lambda j, _: j < count, lambda j, z: (j + 1, z + 1), (0, y))[1]
+
+        y = af.while_loop(lambda i, _: i < af.max(n), body, (0, x))[1]
+
+    async def main() -> Any:
+        async with af.Session(graph, [CPU, "sim:0"]) as session:
+            return await session.run(y, {x: np.zeros((2, 2)), n: [3, 1]})
+
+    with virtual_clock() as clock:
+        np.testing.assert_array_equal(clock.run(main()), np.full((2, 2), 3.0))
 
 
 def test_what_a_function_of_the_user_hands_on(graph: af.Graph) -> None:
