@@ -67,7 +67,7 @@ def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Seq
     return code
 
 
-_YOUNG_OBJECTS = 20_000
+_YOUNG_OBJECTS = 100_000
 """Number of new objects after which Python looks for garbage: a traced run makes thousands that stay."""
 
 

@@ -61,9 +61,9 @@ def run_rows(trace: Trace) -> list[list[RunSpan]]:
 
 def split_rows(items: Sequence[_T], spans: Sequence[tuple[int, int]]) -> list[list[_T]]:
     """Deal ``items`` into rows by their spans' colours, each row by start."""
+    if all(end <= start for (_, end), (start, _) in pairwise(spans)):
+        return [[*items]] if items else []  # the most firings are in such streams, by start
     order = sorted(range(len(items)), key=spans.__getitem__)
-    if all(spans[before][1] <= spans[after][0] for before, after in pairwise(order)):
-        return [[items[position] for position in order]] if items else []  # the most firings are in such streams
     colours = colour_spans(spans)
     rows: list[list[_T]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for position in order:
@@ -120,21 +120,19 @@ def stream_order(stream: str) -> tuple[int, int, str]:
 
 def time_bounds(trace: Trace) -> tuple[int, int]:
     """The first and last moment anything drawn happened, in nanoseconds; ``(0, 0)`` for an empty trace."""
-    moments = [*_moments(trace)]
-    return (min(moments), max(moments)) if moments else (0, 0)
-
-
-def _moments(trace: Trace) -> Iterable[int]:
     firings = _in_order(trace.firings)
-    yield from [firing.started_ns for firing in firings]
-    yield from [firing.ended_ns for firing in firings]
+    samples = [sample.time_ns for sample in trace.memory]
+    starts = [firing.started_ns for firing in firings]
+    starts += samples
+    ends = [firing.ended_ns for firing in firings]
+    ends += samples
     for run in trace.runs:
-        yield run.started_ns
-        yield max(run.started_ns, run.ended_ns)
-    yield from [sample.time_ns for sample in trace.memory]
+        starts.append(run.started_ns)
+        ends.append(max(run.started_ns, run.ended_ns))
     for transfer in trace.transfers:
-        yield transfer.sent_ns
-        yield max(transfer.sent_ns, transfer.received_ns)
+        starts.append(transfer.sent_ns)
+        ends.append(max(transfer.sent_ns, transfer.received_ns))
+    return min(starts, default=0), max(ends, default=0)
 
 
 def _in_order(firings: Iterable[Firing]) -> list[Firing]:

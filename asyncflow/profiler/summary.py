@@ -6,7 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncflow.errors import counted
 from asyncflow.profiler.lanes import TimelineLane, device_order, devices, firing_lanes, time_bounds
@@ -14,8 +18,8 @@ from asyncflow.runtime.watch.trace import LOOP, DeviceRequests, Firing, Trace
 
 COPY_STREAMS = ("h2d", "d2h", "peer")
 
-Span: TypeAlias = tuple[int, int]
-"""Start and end in nanoseconds."""
+Spans: TypeAlias = NDArray[np.int64]
+"""Starts and ends in nanoseconds, as two rows: arrays, as a simulation records a million firings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +150,17 @@ def summarize(trace: Trace) -> Summary:
     # As the lanes have them: each starts before it ends, also if it was cancelled before its kernel began.
     first, last = time_bounds(trace)
     lanes = firing_lanes(trace)
+    spans = [_spans(lane.firings) for lane in lanes]
     firings = [firing for lane in lanes for firing in lane.firings]
-    streams = Counter(firing.stream for firing in firings)
-    statuses = Counter(firing.status for firing in firings)
+    streams = Counter[str]()
+    for lane in lanes:
+        streams[lane.stream] += len(lane.firings)
+    statuses = Counter(map(attrgetter("status"), firings))
     inline = streams["inline"] + streams["host"]
     copies = sum(streams[stream] for stream in COPY_STREAMS)
     return Summary(
         wall_ns=last - first,
-        **_divide_time(trace, firings),
+        **_divide_time(trace, lanes, spans),
         runs=len(trace.runs),
         firings=len(firings),
         inline=inline,
@@ -163,8 +170,8 @@ def summarize(trace: Trace) -> Summary:
         errors=statuses["error"],
         cancelled=statuses["cancelled"],
         dropped=trace.dropped,
-        lanes=tuple(_summarize_streams(lanes, last - first)),
-        devices=_summarize_devices(trace, lanes),
+        lanes=tuple(_summarize_streams(lanes, spans, last - first)),
+        devices=_summarize_devices(trace, lanes, spans),
         transfers=_summarize_transfers(trace),
         requests=_summarize_requests(trace),
         nodes=_summarize_nodes(firings),
@@ -227,42 +234,46 @@ def align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int
     return "\n".join(lines)
 
 
-def _summarize_streams(lanes: Iterable[TimelineLane], wall_ns: int) -> Iterable[LaneSummary]:
-    for (device, stream), group in groupby(lanes, key=lambda lane: (lane.device, lane.stream)):
-        rows = list(group)
-        busy = _union_ns([(f.started_ns, f.ended_ns) for row in rows for f in row.firings])
+def _summarize_streams(lanes: Iterable[TimelineLane], spans: Iterable[Spans], wall_ns: int) -> Iterable[LaneSummary]:
+    pairs = zip(lanes, spans, strict=True)
+    for (device, stream), group in groupby(pairs, key=lambda pair: (pair[0].device, pair[0].stream)):
+        rows = [own for _, own in group]
+        busy = _length_ns(_union(rows))
         yield LaneSummary(
             device=device,
             stream=stream,
-            firings=sum(len(row.firings) for row in rows),
+            firings=sum(row.shape[1] for row in rows),
             busy_ns=busy,
             busy_fraction=busy / wall_ns if wall_ns else 0.0,
             max_concurrency=len(rows),  # a stream has a second lane only where firings overlap
         )
 
 
-def _summarize_devices(trace: Trace, lanes: Sequence[TimelineLane]) -> tuple[DeviceSummary, ...]:
+def _summarize_devices(
+    trace: Trace, lanes: Sequence[TimelineLane], spans: Iterable[Spans]
+) -> tuple[DeviceSummary, ...]:
     samples: defaultdict[str, list[int]] = defaultdict(list)
     for sample in trace.memory:
         samples[sample.device].append(sample.nbytes)
     peaks = Counter({device: max(held) for device, held in samples.items()})
-    kernels: defaultdict[str, list[Span]] = defaultdict(list)
-    copies: defaultdict[str, list[Span]] = defaultdict(list)
-    for lane in lanes:
-        spans = copies if lane.stream in COPY_STREAMS else kernels
-        if lane.stream in COPY_STREAMS or lane.stream.partition(":")[0] == "compute":
-            spans[lane.device] += [(f.started_ns, f.ended_ns) for f in lane.firings]
+    kernels: defaultdict[str, list[Spans]] = defaultdict(list)
+    copies: defaultdict[str, list[Spans]] = defaultdict(list)
+    for lane, own in zip(lanes, spans, strict=True):
+        if lane.stream in COPY_STREAMS:
+            copies[lane.device].append(own)
+        elif lane.stream.partition(":")[0] == "compute":
+            kernels[lane.device].append(own)
     summaries = []
     for device in devices(trace):
         computing, copying = _union(kernels[device]), _union(copies[device])
-        compute, copy = _union_ns(computing), _union_ns(copying)
+        compute, copy = _length_ns(computing), _length_ns(copying)
         summaries.append(
             DeviceSummary(
                 device=device,
                 compute_ns=compute,
                 copy_ns=copy,
                 # What both unions count, the union of both counts once.
-                hidden_copy_ns=compute + copy - _union_ns(computing + copying),
+                hidden_copy_ns=compute + copy - _length_ns(_union([computing, copying])),
                 peak_nbytes=peaks[device],
             )
         )
@@ -294,42 +305,42 @@ def _summarize_requests(trace: Trace) -> tuple[RequestSummary, ...]:
     )
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans of which none touches another, by start; it begins at 0."""
-    found: list[Span] = []
-    # Spans come by start, so each overlaps the open interval of the union or none.
-    first = last = 0
-    for start, end in sorted(spans):
-        if start > last:
-            if last > first:
-                found.append((first, last))
-            first = last = start
-        if end > last:
-            last = end
-    if last > first:
-        found.append((first, last))
-    return found
+def _spans(firings: Sequence[Firing]) -> Spans:
+    return np.array([[f.started_ns for f in firings], [f.ended_ns for f in firings]], np.int64)
 
 
-def _union_ns(spans: Iterable[Span]) -> int:
-    """Length of the union of the spans."""
-    return sum(end - start for start, end in _union(spans))
+def _union(parts: Sequence[Spans]) -> Spans:
+    """The same time as spans of which none touches another, by start."""
+    starts, ends = np.concatenate([_NO_SPANS, *parts], axis=1)
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    reached = np.maximum.accumulate(np.maximum(starts, ends[order]))  # what has not ended has no time
+    # A span begins a new one if it starts after all those before it have ended.
+    is_first = np.ones(len(starts), bool)
+    is_first[1:] = starts[1:] > reached[:-1]
+    return np.stack([starts[is_first], reached[np.roll(is_first, -1)]])
 
 
-def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
+def _length_ns(spans: Spans) -> int:
+    """Return the sum of the lengths of spans."""
+    return int((spans[1] - spans[0]).sum())
+
+
+_NO_SPANS: Spans = np.zeros((2, 0), np.int64)
+
+
+def _divide_time(trace: Trace, lanes: Sequence[TimelineLane], spans: Sequence[Spans]) -> dict[str, int]:
     """Divide the time of runs among activities; the first listed activity wins where several overlap."""
-    computing = [(f.started_ns, f.ended_ns) for f in firings if f.stream != "async"]
-    awaiting = [(f.started_ns, f.ended_ns) for f in firings if f.stream == "async"]
-    queueing = [(f.queued_ns, f.started_ns) for f in firings if f.queued_ns is not None]
+    computing = [own for lane, own in zip(lanes, spans, strict=True) if lane.stream != "async"]
+    awaiting = [own for lane, own in zip(lanes, spans, strict=True) if lane.stream == "async"]
+    queueing = [(f.queued_ns, f.started_ns) for lane in lanes for f in lane.firings if f.queued_ns is not None]
     runs = [(run.started_ns, run.ended_ns) for run in trace.runs]
     # Each activity has what it adds to the union of those before it. The union is carried on, with few spans, in place
     # of all spans of all activities.
-    spans: list[Span] = []
-    reached = [0]
-    for more in (computing, awaiting, queueing, runs):
-        if more:
-            spans = _union([*spans, *more])
-        reached.append(sum(end - start for start, end in spans))
+    reached, union = [0], _NO_SPANS
+    for more in (computing, awaiting, *[[np.array(pairs, np.int64).reshape(-1, 2).T] for pairs in (queueing, runs)]):
+        union = _union([union, *more])
+        reached.append(_length_ns(union))
     names = ("computing_ns", "awaiting_ns", "queueing_ns", "runtime_ns")
     return {name: after - before for name, before, after in zip(names, reached, reached[1:], strict=False)}
 
@@ -351,15 +362,16 @@ def _summarize_nodes(firings: Sequence[Firing]) -> tuple[NodeSummary, ...]:
     later = sorted([firing for firing in firings if firing.part], key=lambda firing: firing.part)
     running: dict[tuple[int, str, str, str], int | None] = {_whole(firing): None for firing in later}
     for firing in firings:
-        tally = tallies[firing.node, firing.op]
-        if firing.queued_ns is not None:
-            tally.queued_ns += firing.queueing_ns
-        if firing.iterations:
-            tally.iterations += firing.iterations
-        if not firing.part:
+        _, node, op, _, _, _, _, started_ns, ended_ns, _, _, _, queued_ns, part, iterations, _, _ = firing
+        tally = tallies[node, op]
+        if queued_ns is not None:
+            tally.queued_ns += started_ns - queued_ns
+        if iterations:
+            tally.iterations += iterations
+        if not part:
             if running and _whole(firing) in running:  # most traces have no parts, and make no keys
                 running[_whole(firing)] = len(tally.times)
-            tally.times.append(firing.ended_ns - firing.started_ns)
+            tally.times.append(ended_ns - started_ns)
     for firing in later:
         tally, place = tallies[firing.node, firing.op], running[_whole(firing)]
         if place is not None:  # it goes on with a firing that has been counted

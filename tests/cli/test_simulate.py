@@ -193,7 +193,7 @@ def test_loops_follow_one_another_on_one_clock(program: Path, output: Output) ->
     assert "times [0.0, 1.0, 2.0, 3.0]" in output()[0]
 
 
-@pytest.mark.parametrize(("own", "inside"), [(700, 20_000), (30_000, 30_000), (0, 0)])
+@pytest.mark.parametrize(("own", "inside"), [(700, 100_000), (300_000, 300_000), (0, 0)])
 def test_garbage_is_looked_for_less_often_while_the_program_runs(
     program: Path, output: Output, own: int, inside: int
 ) -> None:
