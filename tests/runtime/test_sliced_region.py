@@ -438,7 +438,7 @@ async def test_a_region_is_one_span(session: af.Session, graph: af.Graph) -> Non
     trace = af.Trace(detail="region")
     assert await session.run([count, total], {n: 1000}, trace=trace) == [1000, 499_500]
     *_, span = [firing for firing in trace.firings if firing.op == "loop"]  # in parts, if it gave way to others
-    assert (span.node, span.label) == ("sum", "sum (loop, 1000 iterations)")
+    assert (span.node, span.label) == ("sum", "sum (loop, 1,000 iterations)")
     assert span.outputs == "int64[], int64[]"
     assert span.tag == ""
     assert span.scheduled_ns <= span.started_ns < span.ended_ns
