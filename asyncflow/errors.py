@@ -134,8 +134,8 @@ _definition: ContextVar[SourceLocation] = ContextVar("asyncflow_definition", def
 def located_at(place: Callable[..., object] | SourceLocation) -> Iterator[None]:
     """Inside, what a call stack does not tell is said to be at this line, or where this function is defined.
 
-    A coroutine has its caller in its call stack only if the caller awaits it: in a task of its own it has not. So what
-    may warn or raise in a coroutine notes `user_location` in the plain function that makes the coroutine.
+    The call stack of a coroutine ends at its caller only if the caller awaits it; that of a task has no line of the
+    user. So a plain function notes `user_location` for a coroutine that may warn, and makes the coroutine.
     """
     if not isinstance(place, SourceLocation):
         code = getattr(inspect.unwrap(place), "__code__", None)

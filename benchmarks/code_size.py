@@ -27,10 +27,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 12_901,
+    "asyncflow/compiler/": 12_906,
     "asyncflow/runtime/": 11_233,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 8_875,
+    "asyncflow/devices/": 8_894,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
@@ -39,7 +39,7 @@ CAPS: Final = {
     "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
     "asyncflow/cli/": 1_260,
-    "asyncflow/profiler/": 1_155,
+    "asyncflow/profiler/": 1_161,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
     "asyncflow/": 1_100,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 66_511
+TOTAL: Final = 66_543
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 122,

@@ -117,6 +117,11 @@ class Context:
         return frozenset(device.name for device in self.devices if device.capabilities.runs_regions)
 
     @cached_property
+    def fusing(self) -> frozenset[str]:
+        """Names of devices whose kernels may be made of several nodes: cards, as NumPy computes node by node."""
+        return frozenset(device.name for device in self.devices if device.capabilities.fuses)
+
+    @cached_property
     def is_on_host(self) -> bool:
         """True if all kernels run on arrays in the host's memory: kernels run while compiling then give the same
         bits.

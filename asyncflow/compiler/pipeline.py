@@ -147,7 +147,7 @@ def _keeps_vectors(program: Program, context: Context) -> object:
 
 
 def _fuses(program: Program, context: Context) -> object:
-    return program.request.regions and context.options.fusion and context.enqueuing
+    return program.request.regions and context.options.fusion and context.fusing
 
 
 def _delays(program: Program, context: Context) -> object:
@@ -316,7 +316,7 @@ def _make_regions(program: Program, context: Context) -> None:
 
 @wraps(fuse_regions)
 def _fuse_regions(program: Program, context: Context) -> None:
-    fuse_regions(program.graph, context.enqueuing, program.on_host)
+    fuse_regions(program.graph, context.fusing, program.on_host)
 
 
 @wraps(lower)

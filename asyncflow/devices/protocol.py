@@ -221,6 +221,16 @@ class Capabilities:
     kernels: Literal["all", "arrays"] = "all"
     takes_foreign: bool = False
 
+    @property
+    def leaves_numbers(self) -> bool:
+        """True if numbers stay with the host, which computes them while regions run: so regions count iterations."""
+        return self.own_memory or self.runs_regions
+
+    @property
+    def fuses(self) -> bool:
+        """True if a kernel of a region may compute several nodes, as a card's can; NumPy has a call for each."""
+        return self.own_memory and self.runs_regions
+
     def capture_if(self, asked: bool) -> bool:
         """Return True if regions become graphs, given whether the session asks for it."""
         return self.captures == "always" or (asked and self.captures == "asked")

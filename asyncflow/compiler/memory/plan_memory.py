@@ -234,7 +234,7 @@ def plan_memory(
         if device is not None:
             if device.memory.limit is None:
                 continue
-            costs = LoopCosts(device, measured, fuses=fuses and device.capabilities.runs_regions)
+            costs = LoopCosts(device, measured, fuses=fuses and device.capabilities.fuses)
             candidate = _candidate(loop, device, costs)
         if isinstance(candidate, _Candidate):
             found[candidate.device.name].append(candidate)

@@ -68,7 +68,7 @@ class NodeCosts:
         self._hosts = [NO_TIMES if each is None else each.host_times for each in launching]
         drivers = list(dict.fromkeys(each.host_times.driver for each in launching if each is not None))
         self._threads = [None if each is None else drivers.index(each.host_times.driver) for each in launching]
-        self._fusing = [device.capabilities.runs_regions for device in devices]
+        self._fusing = [device.capabilities.fuses for device in devices]
         self._nothing, self._none = (0.0,) * len(devices), [None] * len(devices)
 
     def hosts(self, *, is_root: bool) -> Hosts:

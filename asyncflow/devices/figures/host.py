@@ -149,6 +149,11 @@ class Host:
         """Return the times where regions are CUDA graphs, of whose nodes none takes the host any; see `times`."""
         return replace(self.times(driver), launch_ns=NO_TIMES.launch_ns, view_ns=0.0, step_ns=0.0)
 
+    def times_of_cpu(self, driver: Hashable) -> HostTimes:
+        """Return the times of regions for a CPU, whose kernels include the calls of NumPy; see `times`."""
+        node_ns, step_ns = self.node_s * 1e9, self.step_s * 1e9
+        return replace(self.times(driver), launch_ns=NO_TIMES.launch_ns, region_ns=node_ns, view_ns=step_ns)
+
     def cost_s(self, call: Call) -> float:
         """The time of one call."""
         seconds: float = getattr(self, f"{call}_s")

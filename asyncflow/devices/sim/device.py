@@ -20,8 +20,8 @@ fetch                host, then ``d2h`` over the card's host link, after what wr
 receive              host, then ``peer`` over the peer link; or ``d2h`` there and ``h2d`` here, with no peer link
 ===================  ===========================================================================================
 
-A CPU on virtual time is the same thing with the host's memory: its copies in and out take no time, and its kernels are
-called one by one.
+A CPU on virtual time is the same thing with the host's memory: its copies in and out take no time, and a call of NumPy
+is part of its kernel. Its regions have no fused chains, and do not become CUDA graphs.
 """
 
 from __future__ import annotations
@@ -365,11 +365,12 @@ class SimDevice(Timeline):
     def leaves_on_host(self, value: Placed) -> bool:
         """Return True if the device leaves a host value on the host: anything but arrays, and numbers of rank 0.
 
-        A CPU on virtual time takes numbers with a fraction all the same.
+        A CPU on virtual time whose kernels are called node by node takes numbers with a fraction all the same.
         """
+        leaves_numbers = self.capabilities.leaves_numbers
         if type(value) is SimUnknown:
-            return not value.shape and (self._is_card or value.dtype.kind in "biu")
-        return stays_on_host(value) or (self._is_card and np.ndim(value) == 0)
+            return not value.shape and (leaves_numbers or value.dtype.kind in "biu")
+        return stays_on_host(value) or (leaves_numbers and np.ndim(value) == 0)
 
     def copy_out(self, value: SimArray, stream: SimStream | None = None) -> SimEvent:
         """Copy an array to the host, on ``d2h`` or another stream."""

@@ -50,7 +50,7 @@ class SimLauncher:
     `asyncflow.devices.sim.repeated` has the launchers of calls like earlier ones, which leave out most of the checks.
     """
 
-    __slots__ = ("_device", "_found_flops", "_info", "_kernel", "_own_memory", "_rule", "_stream", "_viewing")
+    __slots__ = ("_device", "_found_flops", "_info", "_kernel", "_leaves_numbers", "_rule", "_stream", "_viewing")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
@@ -58,8 +58,10 @@ class SimLauncher:
         self._info = info
         self._stream = device.compute_streams[info.stream]
         self._rule = SpecRule(info, reads_values=device.machine.shapes_only)
-        self._own_memory = device.capabilities.own_memory
-        self._viewing: Call = "node" if not info.in_region else "step" if info.moves_references else "view"
+        self._leaves_numbers = device.capabilities.leaves_numbers
+        # On a CPU a view is a call of NumPy, which takes as long as a number; see `Host.times_of_cpu`.
+        is_step = info.moves_references or not device.capabilities.own_memory
+        self._viewing: Call = "node" if not info.in_region else "step" if is_step else "view"
         self._found_flops: dict[tuple[tuple[int, ...] | None, ...], float] = {}
 
     def __call__(self, *args: Value) -> Placed:
@@ -77,17 +79,17 @@ class SimLauncher:
         """Launch with all checks."""
         device, info, stream = self._device, self._info, self._stream
         device.machine.check()
-        if self._own_memory and info.is_metadata:
+        if self._leaves_numbers and info.is_metadata:
             return self._on_host(args)
         kinds = set(map(type, args))
-        if self._own_memory:
+        if self._leaves_numbers:
             if info.on_host is not None and SimArray not in kinds:
                 return self._on_host(args)
             if np.ndarray in kinds or SimUnknown in kinds:
                 args = tuple(self._brought(args))
         values = args[1:] if info.conduct.needs_context else args
         arrays = [value for value in values if type(value) is SimArray]
-        if info.may_run_on_host and not (arrays or self._own_memory):
+        if info.may_run_on_host and not (arrays or self._leaves_numbers):
             return self._on_host(args)
         # Before the kernel runs, so that a refused call changes no state.
         for array in arrays:

@@ -62,7 +62,7 @@ class SimRegionLauncher:
         outputs = self._captured(inputs)
         if outputs is None:
             before_ns = self._device.thread.busy_ns.total()
-            self._device.charge("region")
+            self._device.call_region()
             with quiet():
                 outputs = self._function(*inputs)
             self._note(self._device.thread.busy_ns.total() - before_ns, inputs, outputs)
@@ -74,7 +74,7 @@ class SimRegionLauncher:
         if outputs is None:
             is_noted, busy_ns = self._is_noted, self._device.thread.busy_ns
             taken_ns = -busy_ns.total() if is_noted else 0
-            self._device.charge("region")
+            self._device.call_region()
             generator, budget = self._function(*inputs), None
             while True:
                 try:
@@ -142,7 +142,7 @@ class SimRegionLauncher:
         device, memory, laps = self._device, self._device.memory, object()
         buffers = sum(array.nbytes for array in (*_arrays(inputs), *given) if hasattr(array, "nbytes"))
         _, before = memory.lap(laps)
-        device.charge("region")
+        device.call_region()
         try:
             with quiet():
                 outputs, left = run_to_end(code.steps(inputs, given))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLauncher:
     """Return the launcher of a kernel that is no coroutine function: the one with the fewest steps."""
-    if not device.capabilities.own_memory:
+    if not device.capabilities.leaves_numbers:
         return SimLauncher(device, kernel, info)
     if info.is_metadata:
         return MetadataLauncher(device, kernel, info)

@@ -78,11 +78,13 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def __init__(self, machine: SimMachine, index: int, kind: Literal["sim", "cpu"], compute_streams: int) -> None:
         self._is_card = kind == "sim"
-        runs_regions = self._is_card and machine.launches != "nodes"
+        # CPUs, too: to interpret each node of a long loop takes many times as long as to compute it.
+        runs_regions = machine.launches != "nodes"
+        captures = self._is_card and runs_regions
         capabilities = Capabilities(
             own_memory=self._is_card,
             runs_regions=runs_regions,
-            captures="never" if not runs_regions else "always" if machine.launches == "graphs" else "asked",
+            captures="never" if not captures else "always" if machine.launches == "graphs" else "asked",
         )
         super().__init__(kind, index, capabilities, compute_streams)
         if not self._is_card:
@@ -93,6 +95,10 @@ class Timeline(LaunchingDevice[SimStream]):
         host = machine.driver
         of_kernels = host.times_of_graphs if machine.launches == "graphs" else host.times
         self.host_times = (of_kernels if runs_regions else host.times_of_nodes)(self.thread)
+        if runs_regions and not self._is_card:
+            # The figures of regions and views are CuPy's. A CPU's region is a function that calls NumPy's: the call of
+            # a kernel is part of the kernel's time.
+            self.host_times = host.times_of_cpu(self.thread)
         self.make_streams(lambda name: SimStream(name, machine.host), "peer")
         self.peer = self._streams["peer"]
         self._roles = {stream: role for role, stream in self._streams.items()}
@@ -112,6 +118,10 @@ class Timeline(LaunchingDevice[SimStream]):
     def charge(self, call: Call, times: int = 1) -> None:
         """Let the host spend time on an activity that no other call covers."""
         self.thread.spend(call, times)
+
+    def call_region(self) -> None:
+        """Let the host call a region, which on a CPU is a function of NumPy's calls."""
+        self.thread.spend("region" if self._is_card else "node")
 
     # -- for launchers -------------------------------------------------------------------------------------------
 
@@ -161,6 +171,7 @@ class Timeline(LaunchingDevice[SimStream]):
             earliest_ns = max(self._graph_ns, stream.free_at_ns + round(self.card.graph_node_s * _NS_PER_S))
         else:
             self.memory.requests.kernels += 1
+            # The most frequent way has no call of `_launched_ns`.
             is_plain = self._is_card and not fired
             earliest_ns = self.thread.spend(launch) if is_plain else self._launched_ns(fired, launch)
         if earliest_ns < self._card_free_ns:
@@ -225,6 +236,7 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def hold(self, event: SimEvent, storages: Sequence[Storage]) -> None:
         """Keep memory until the host has seen the event: the ledger of work in flight."""
+        # A copy may outlive all references of the program to the memory that it reads.
         self._held[event] = held = _HeldStorages(storages)  # the timer's alone: what a closed loop drops is free
         self.when_over(event, held.clear)
 

@@ -149,10 +149,11 @@ def bind_launch(
         if not (is_host_spec(node.outputs[0].spec) or node.outputs[0] in found):
             value = _constant_on(device, node, value)
         return lambda: value
-    has_memory = device.capabilities.own_memory
-    on_host = has_memory and runs_on_host(node)
+    able = device.capabilities
+    leaves_results = able.leaves_numbers and any(x in found for x in node.outputs)
+    on_host = runs_on_host(node) and (able.own_memory or leaves_results)
     there = [place for place, x in enumerate(node.outputs) if x in found and x.shape != ()]
-    may_stay = has_memory and (may_stay_on_host(node) or keeps_on_host(node, found))
+    may_stay = able.leaves_numbers and (may_stay_on_host(node) or keeps_on_host(node, found))
     keeps_arrays, everything = _keeps_arrays(node), frozenset(range(len(node.inputs)))
     info = KernelInfo(
         name=node.name,
