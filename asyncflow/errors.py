@@ -132,7 +132,7 @@ _definition: ContextVar[SourceLocation] = ContextVar("asyncflow_definition", def
 
 @contextlib.contextmanager
 def located_at(place: Callable[..., object] | SourceLocation) -> Iterator[None]:
-    """Inside, what a call stack does not tell is said to be at this line, or where this function is defined.
+    """Give `user_location` a line, or the definition of a function, for call stacks without a line of the user.
 
     The call stack of a coroutine ends at its caller only if the caller awaits it; that of a task has no line of the
     user. So a plain function notes `user_location` for a coroutine that may warn, and makes the coroutine.
