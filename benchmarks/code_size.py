@@ -46,14 +46,14 @@ CAPS: Final = {
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 630,
-    "asyncflow/testing/": 425,
+    "asyncflow/testing/": 537,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 66_543
+TOTAL: Final = 66_659
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
-    "layers, and kernels of each device": 122,
+    "layers, and kernels of each device": 1,
     "steps that a card captures": 0,
     "native code": 2_500,
     "the profiler": 2_200,

@@ -377,8 +377,8 @@ class Plan:
     def explain(self, *, source: bool = False, memory: bool = False, races: bool = False) -> str:
         """Describe the plan in words: per device the frames, and every node with its inputs.
 
-        Of ops with kernels for kinds of device, and of functions that the host computes for a card, it tells which
-        kernel each node calls, and why. All other nodes call the library's.
+        Of ops with kernels for kinds of device it tells which kernel each node calls, and why. The same goes for
+        functions that the host computes for a card. All other nodes call the library's kernels.
 
         Of each `map_fn` whether it is lifted, and if not, why; of each `vertex_map` its three parts. With several
         devices, the text also gives the reason for each node's device, and counts the values that go from device to

@@ -1,4 +1,4 @@
-"""Run and test graphs on simulated devices: `virtual_clock`; and test kinds of devices: `check_device`.
+"""Run graphs on simulated devices: `virtual_clock`; test kinds of devices and ops: `check_device`, `check_op`.
 
 >>> import asyncflow as af
 >>> from asyncflow.testing import virtual_clock
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from asyncflow.foreign_names import public_names
 from asyncflow.testing.clock import VirtualClock, virtual_clock
 from asyncflow.testing.device_checks import check_device
+from asyncflow.testing.op_checks import check_op
 
-__all__ = ["VirtualClock", "check_device", "virtual_clock"]
+__all__ = ["VirtualClock", "check_device", "check_op", "virtual_clock"]
 
 if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
     __getattr__, __dir__ = public_names("asyncflow.testing", __all__)

@@ -2,8 +2,8 @@
 
 An op has one kernel, written against an array namespace, and a user's op has a function for NumPy. A kernel registered
 for ``"cuda"`` takes its place on cards. `call_kernel` gives a node an op that differs from its own in the kernel alone,
-once the node has its device. Passes that ask an op whether it runs on the host, or whether a CUDA graph can hold it,
-then get the right answer, and know nothing of kernels for kinds of devices.
+once the node has its device. So passes need not know of kernels for kinds of devices: they ask an op whether it runs on
+the host, or whether a CUDA graph can hold it.
 
 On a card the kernel is called as the library's own are: by the thread that launches, with the stream of the device as
 CuPy's current one, and with arrays of the card. Results of other libraries are not copied.
