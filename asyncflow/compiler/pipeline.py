@@ -41,7 +41,7 @@ from asyncflow.compiler.program.loops.frames import has_primitives
 from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.compiler.program.survey import survey
-from asyncflow.compiler.regions.device_loops import make_device_loops
+from asyncflow.compiler.regions.device_loops import find_device_loops, make_device_loops
 from asyncflow.compiler.regions.fuse import fuse_regions
 from asyncflow.compiler.regions.join_regions import region_costs
 from asyncflow.compiler.regions.loop_drivers import explain_loops
@@ -240,7 +240,7 @@ def _batch_loops(program: Program, context: Context) -> None:
         context.block_bytes or 0,
         usual if is_usual else least,
         find_host_values(program.graph) if has_cards(context.devices) else None,
-        device_while=context.has_device_loops,
+        find_device_loops(program.graph) if context.has_device_loops else (),
     )
 
 
@@ -278,14 +278,14 @@ def _keep_vectors(program: Program, context: Context) -> None:
 @wraps(make_device_loops)
 def _make_device_loops(program: Program, context: Context) -> None:
     fusion, kept = context.options.fusion, program.kept_on_host
-    make_device_loops(program.graph, context.enqueuing, fusion=fusion, kept=kept)
+    program.unread = make_device_loops(program.graph, context.enqueuing, fusion=fusion, kept=kept)
 
 
 @wraps(find_host_values)
 def _find_host_values(program: Program, context: Context) -> None:
     program.on_host = find_host_values(program.graph, keeping(program.kept_on_host))
     program.loops = explain_loops(
-        program.graph, context.enqueuing, program.on_host, device_while=context.has_device_loops
+        program.graph, context.enqueuing, program.on_host, program.unread if context.has_device_loops else None
     )
 
 

@@ -11,8 +11,8 @@ predicate (`cuda/graphs/host_loop.py`). A function that decides nothing is a pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import Any, TypeAlias
 
@@ -66,13 +66,27 @@ Condition: TypeAlias = Callable[..., Any]
 """Gives a boolean with one element, perhaps by way of a generator."""
 
 
+@dataclass(frozen=True, slots=True)
+class LogSpec:
+    """The entries of a log, in which a loop saves a value in each iteration.
+
+    Attributes:
+        nbytes: of an entry.
+        inner: of the log of a loop inside, if an entry is the number of the first entry that an iteration adds there.
+    """
+
+    nbytes: int
+    inner: LogSpec | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCode:
     """A loop for a device that runs loops by itself.
 
     Attributes:
         condition, body: over the device's arrays and host values.
-        n_vars: how many of the arguments of a call are loop variables; the others are captures.
+        n_vars: how many of the arguments are loop variables; the others are captures.
+        logs: specs of variables that are logs, by their places. A call gets none of them, and makes them.
         identity: of the loop, for errors.
         limit: most iterations of a loop, this one or one inside; None for no limit.
     """
@@ -81,6 +95,7 @@ class LoopCode:
     body: Body
     n_vars: int
     identity: LoopIdentity
+    logs: Mapping[int, LogSpec] = field(default_factory=dict)
     limit: int | None = None
 
 

@@ -16,7 +16,7 @@ counters and bounds do, has to be on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.batching.batch_rows import batch_rows
@@ -102,8 +102,7 @@ def batch_loops(
     block_bytes: int = _BLOCK_BYTES,
     of_sums: int = _BLOCK_BYTES,
     on_host: AbstractSet[Tensor] | None = None,
-    *,
-    device_while: bool = False,
+    left: Collection[Node] = (),
 ) -> None:
     """Batch in all loops of `graph`, inner ones first, in place; runs after the hoisting of unchanging nodes.
 
@@ -112,18 +111,18 @@ def batch_loops(
         block_bytes: most bytes of a block of rows.
         of_sums: most bytes of a block of sums.
         on_host: where a device is a card, the tensors whose values are on the host; None without cards.
-        device_while: cards run loops that decide by their values. Such loops stay as they are: no card fills blocks.
+        left: loops that stay as they are, with all in them: a card runs them without the host, which fills blocks.
     """
     replaced = Replacements()
     ordered: list[Node] = []
     for node in graph.nodes:
         if replaced.tensors:
             replaced.apply(node)
-        if isinstance(node, WhileNode) and device_while and on_host is not None and node.decision not in on_host:
+        if node in left:
             ordered.append(node)
             continue
         for body in node.subgraphs:
-            batch_loops(body, block_bytes, of_sums, on_host, device_while=device_while)
+            batch_loops(body, block_bytes, of_sums, on_host, left)
         if isinstance(node, WhileNode):
             divisor = _OVERLAPPED if _is_cut(node) else 1
             apart = take_apart(node, on_host)

@@ -14,13 +14,15 @@ loops in them. These work on no store and no variable.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from asyncflow.autodiff.stores.saved_values import MOVING_STORE
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE, READ_SAVED
 from asyncflow.compiler.program.host_values import add_host_values, computes_on_host, finds_its_inputs, keeping
 from asyncflow.compiler.program.loops.counters import trip_count
+from asyncflow.compiler.regions.device_logs import inner_stores, is_new_store, origin, saves_of
 from asyncflow.compiler.regions.regions import Region
+from asyncflow.devices.decisions import LogSpec
 from asyncflow.errors import counted
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
@@ -28,6 +30,7 @@ from asyncflow.graph.op import WAITS, Op, runs_on_host
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.variables.variable import UPDATE, VARIABLE_READ
 from asyncflow.values import Kernel, Namespace
 
@@ -152,18 +155,22 @@ def _is_launch(node: Node, on_host: AbstractSet[Tensor]) -> bool:
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
-def _not_bound(_xp: Namespace, *, loop: WhileNode, captured_on_host: Collection[int]) -> Kernel:
+def _not_bound(
+    _xp: Namespace, *, loop: WhileNode, captured_on_host: Collection[int], logs: Mapping[int, LogSpec]
+) -> Kernel:
     raise NotImplementedError(f"{loop.name} is bound by bind_device_loop")
 
 
 DEVICE_WHILE = Op(
     "device_while",
-    lambda *_, loop, captured_on_host: tuple(output.spec for output in loop.outputs),
+    lambda *_, loop, captured_on_host, logs: tuple(output.spec for output in loop.outputs),
     _not_bound,
     conduct=WAITS,
 )
-"""Op for a loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in
-`captures_on_host`.
+"""Op for a loop that a device runs by itself.
+
+`loop` is the old node, and `captured_on_host` is as in `captures_on_host`. `logs` has the specs of variables that are
+logs, by their places: the new node does not get these as inputs.
 """
 
 
@@ -176,11 +183,20 @@ def is_device_loop(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     return isinstance(node, WhileNode) and node.decision not in on_host and why_host_drives(node, on_host) is None
 
 
-def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor]) -> str | None:
-    """Return the reason why a device cannot run a loop by itself, in a few words; None if it can."""
+def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor], *, is_inside: bool = False) -> str | None:
+    """Return the reason why a device cannot run a loop by itself, in a few words; None if it can.
+
+    Args:
+        loop: of one device.
+        on_host: tensors whose values are on the host.
+        is_inside: it is part of another loop, which the device may run.
+    """
+    # Counters that the host has outside are the device's inside, so that it can count by itself.
     inside = host_values_inside(loop, captures_on_host(loop, on_host))
     return (
-        _no_buffers(loop)
+        # Inside, all stores are the outer loop's, which is asked for its own.
+        (None if is_inside else _no_log(loop))
+        or _no_buffers(loop)
         or ("its predicate is a number on the host" if loop.decision in inside else None)
         or _host_vector(loop.inputs[: loop.n_vars], on_host)
         or _host_vector(loop.body.results, inside)
@@ -193,14 +209,21 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | 
     one.
     """
     # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
-    nodes = (inner for body in node.subgraphs for inner in body.nodes)
+    nodes = [inner for body in node.subgraphs for inner in body.nodes]
+    logged = _in_logs(node)
     for inner in sorted(nodes, key=lambda inner: inner.op is DEVICE_WHILE):
         if isinstance(inner, StructuredNode):
-            obstacle = why_host_drives(inner, inside) if isinstance(inner, WhileNode) else _why_no_branch(inner, inside)
+            if isinstance(inner, WhileNode):
+                obstacle = why_host_drives(inner, inside, is_inside=True)
+            else:
+                obstacle = _why_no_branch(inner, inside)
             if obstacle is not None:
                 return f"in {inner.name}, {obstacle}"
+        elif inner in logged or inner.op is PARAMETER:
+            continue
         elif inner.op is VARIABLE_READ:
             continue  # it is made in front of the loop, which writes none
+        # A list of the host's, or a variable that gets another address, is not there for a card that goes on alone.
         elif _keeps_state(inner):
             return f"{_named(inner)} works on a store or variable, which the host does"
         elif (obstacle := why_not_in_graph(inner, inside)) is not None:
@@ -208,20 +231,66 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | 
     return None
 
 
+def _in_logs(node: StructuredNode) -> set[Node]:
+    """Return the nodes of a branch or loop that make, fill or read stores which logs of the device can be."""
+    found = set(saves_of(node).values()) if isinstance(node, WhileNode) else set()
+    for body in node.subgraphs:
+        found.update(filter(is_new_store, inner_stores(body)))
+        reads = (inner for inner in body.nodes if inner.op is READ_SAVED)
+        found.update(inner for inner in reads if inner.outputs[0].dtype == VARIANT or _is_fixed(inner.outputs[0].spec))
+    return found
+
+
+def _no_log(loop: WhileNode) -> str | None:
+    """Return a store among the captures of a loop that is no log of a card, in words; None if there is none."""
+    stores = (capture for capture in loop.captures if capture.dtype == VARIANT)
+    other = next((capture for capture in stores if capture.node.op is not DEVICE_WHILE), None)
+    return None if other is None else f"it reads the store {other.node.name}, which is the host's"
+
+
 def _why_no_branch(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
     results = [result for branch in node.subgraphs for result in branch.results]
     return _no_buffers(node) or _host_vector(results, inside) or _first_obstacle(node, inside)
 
 
-def _no_buffers(node: Node) -> str | None:
+def _no_buffers(node: StructuredNode) -> str | None:
     """Return the first output that is no number, or whose shape is unknown, in words; None if there is none."""
-    for tensor in node.outputs:
-        spec = tensor.spec
-        if not (spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16"):
-            return f"a value of it is {spec}, no number"
-        if not is_static(spec.shape):
-            return f"a value of it is {spec}, whose shape is not fixed"
+    # Buffers are part of a graph, so another shape would need another capture. Entries of a log are all of one size: a
+    # kernel finds them by their number.
+    saves = saves_of(node) if isinstance(node, WhileNode) else {}
+    for place, tensor in enumerate(node.outputs):
+        if place in saves:
+            if (obstacle := _why_no_entry(saves[place])) is not None:
+                return obstacle
+        elif tensor.dtype == VARIANT and isinstance(node, WhileNode) and node.inputs[place].node.op is MOVING_STORE:
+            return "its saved values are to leave the card"
+        elif not _is_fixed(tensor.spec):
+            return f"a value of it is {_unfit(tensor.spec)}"
     return None
+
+
+def _why_no_entry(save: Node) -> str | None:
+    """Return the reason why a saved value cannot be an entry of a device's log; None if it can."""
+    value = save.inputs[2]
+    if value.dtype == VARIANT:
+        # A store from further outside would have one base in all iterations, and no cursor.
+        made = origin(value)
+        is_inside = made.graph is save.graph and is_new_store(made)
+        return None if is_inside else f"its saved value {_named(value.node)} is a store, which the host keeps"
+    return None if _is_fixed(value.spec) else f"its saved value {_named(value.node)} is {_unfit(value.spec)}"
+
+
+def _is_number(spec: Spec) -> bool:
+    return spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16"
+
+
+def _is_fixed(spec: Spec) -> bool:
+    """Return True if values of this spec can be in memory of a device's loop."""
+    return _is_number(spec) and is_static(spec.shape)
+
+
+def _unfit(spec: Spec) -> str:
+    return f"{spec}, whose shape is not fixed" if _is_number(spec) else f"{spec}, no number"
 
 
 def _host_vector(tensors: Sequence[Tensor], on_host: AbstractSet[Tensor]) -> str | None:

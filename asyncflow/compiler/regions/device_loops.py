@@ -15,14 +15,21 @@ from asyncflow.compiler.program.kernels.kernels import bind_member, find_unknown
 from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.program.reads_before import read_before
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
+from asyncflow.compiler.regions.capturable import (
+    DEVICE_WHILE,
+    captures_on_host,
+    host_values_inside,
+    is_device_loop,
+    why_host_drives,
+)
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
+from asyncflow.compiler.regions.device_logs import saves_of, use_logs
 from asyncflow.compiler.regions.fuse import fuse_bodies
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.protocol import AsynchronousDevice, CodeInfo, KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import WhileNode
 from asyncflow.values import Kernel, Namespace
@@ -30,7 +37,7 @@ from asyncflow.values import Kernel, Namespace
 
 def make_device_loops(
     graph: Graph, devices: Collection[str], *, fusion: bool = True, kept: AbstractSet[Tensor] = frozenset()
-) -> set[Tensor]:
+) -> dict[Node, str]:
     """Replace loops by `device_while` nodes, in place, also in the bodies of other loops and of branches.
 
     Args:
@@ -40,34 +47,121 @@ def make_device_loops(
         kept: tensors whose values a pass keeps on the host.
 
     Returns:
-        The tensors whose values are on the host then, as `find_host_values` does.
+        The loops that a card could run, were it not for the readers of their saved values, and the reasons.
     """
-    on_host = find_host_values(graph, keeping(kept))
+    loops = _DeviceLoops(graph, devices, kept)
     # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
-    while _replace_one(graph, devices, on_host, fusion):
-        on_host = find_host_values(graph, keeping(kept))
-    return on_host
+    while replaced := loops.replace_one(graph):
+        for loop, made in reversed(replaced.items()):
+            loops.finish(loop, made, fusion)
+        loops.look()
+    return loops.reasons
 
 
-def _replace_one(graph: Graph, devices: Collection[str], on_host: AbstractSet[Tensor], fusion: bool) -> bool:
-    """Replace one loop, in the graph or below; return True if there was one."""
-    for position, node in enumerate(graph.nodes):
-        places = devices_of_loop(node) if isinstance(node, WhileNode) else ()
-        device = places[0] if len(places) == 1 else None
-        if isinstance(node, WhileNode) and device in devices and is_device_loop(node, on_host):
-            reads = read_before(node, node.subgraphs)
-            made = _device_while(node, device, on_host)
-            graph.nodes[position : position + 1] = [*reads, made]
-            if fusion:
-                fuse_bodies(node)
-            replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
-            for later in graph.nodes[position + len(reads) :]:
-                replacements.apply(later)
-            replacements.apply_to_results(graph)
-            return True
-        if any(_replace_one(body, devices, on_host, fusion) for body in node.subgraphs):
-            return True
-    return False
+def find_device_loops(graph: Graph) -> set[Node]:
+    """Return the loops that `make_device_loops` would replace if all nodes without a request were on one card."""
+    loops, found = _DeviceLoops(graph, None, frozenset()), dict[WhileNode, Node]()
+    while replaced := loops.replace_one(graph):
+        found |= replaced
+    _put_back(found)
+    return set(found)
+
+
+class _DeviceLoops:
+    """Replaces loops of a graph; arguments are as of `make_device_loops`, but `devices` may be None for any."""
+
+    def __init__(self, graph: Graph, devices: Collection[str] | None, kept: AbstractSet[Tensor]) -> None:
+        self.graph = graph
+        self.devices = devices
+        self.kept = kept
+        self.reasons: dict[Node, str] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Find the values on the host anew."""
+        self.on_host = find_host_values(self.graph, keeping(self.kept))
+
+    def replace_one(self, graph: Graph) -> dict[WhileNode, Node]:
+        """Replace one loop and the readers of its saved values, in the graph or below; return old and new nodes."""
+        for node in graph.nodes:
+            if isinstance(node, WhileNode) and self.may_run(node) and is_device_loop(node, self.on_host):
+                replaced: dict[WhileNode, Node] = {}
+                reason = self.replace(node, replaced)
+                if reason is None:
+                    return replaced
+                _put_back(replaced)
+                self.look()
+                self.reasons[node] = reason
+            for body in node.subgraphs:
+                if found := self.replace_one(body):
+                    return found
+        return {}
+
+    def may_run(self, loop: WhileNode) -> bool:
+        """Return True if all of a loop is on one card."""
+        places = devices_of_loop(loop)
+        return len(places) <= 1 and (self.devices is None or not set(places).isdisjoint(self.devices))
+
+    def replace(self, loop: WhileNode, replaced: dict[WhileNode, Node]) -> str | None:
+        """Replace a loop, and then the loops that read its saved values; return the reason if one of them stays."""
+        made = replaced[loop] = _device_while(loop, self.on_host)
+        _swap(loop, made)
+        self.look()
+        for place, save in saves_of(loop).items():
+            store, value = made.outputs[place], save.inputs[2].node
+            saved = f"its saved value {value.name} ({value.location}) is"
+            if isinstance(made.graph, Subgraph) and any(result is store for result in made.graph.results):
+                return f"{saved} a result of {made.graph.label}, which the host runs"
+            for reader in [node for node in made.graph.nodes if any(x is store for x in node.inputs)]:
+                obstacle = self.why_no_reader(reader, made, replaced)
+                if obstacle is not None:
+                    return f"{saved} read by {reader.name}: {obstacle}"
+        return None
+
+    def why_no_reader(self, reader: Node, made: Node, replaced: dict[WhileNode, Node]) -> str | None:
+        """Return the reason why the card does not run a reader of its loop's saved values; None if it does from now."""
+        if reader in replaced or reader.op is DEVICE_WHILE:
+            return None
+        if not isinstance(reader, WhileNode):
+            return "the host runs it"
+        if not set(devices_of_loop(reader)) <= {made.device}:
+            return "it is not all on that card"
+        if reader.decision in self.on_host:
+            return "it decides by numbers on the host"
+        return why_host_drives(reader, self.on_host) or self.replace(reader, replaced)
+
+    def finish(self, loop: WhileNode, made: Node, fusion: bool) -> None:
+        """Make a replaced loop the code for the card."""
+        self.reasons.pop(loop, None)
+        graph, initial = loop.graph, [x.node for x in loop.inputs]
+        reads = read_before(loop, loop.subgraphs)
+        logs, constants = use_logs(loop)
+        if fusion:
+            fuse_bodies(loop)
+        made.inputs = [x for place, x in enumerate(loop.inputs) if place not in logs]
+        made.attrs = {"loop": loop, "captured_on_host": captures_on_host(loop, self.on_host), "logs": logs}
+        more = loop.outputs[len(made.outputs) :]
+        made.outputs += tuple(Tensor(made, output.index, output.spec) for output in more)
+        position = graph.nodes.index(made)
+        graph.nodes[position:position] = [*constants, *reads]
+        for place in logs:
+            graph.nodes.remove(initial[place])  # the card makes its logs by itself
+
+
+def _put_back(replaced: dict[WhileNode, Node]) -> None:
+    for loop, made in reversed(replaced.items()):
+        _swap(made, loop)
+
+
+def _swap(node: Node, other: Node) -> None:
+    """Put a node in the place of another one."""
+    graph = node.graph
+    position = graph.nodes.index(node)
+    graph.nodes[position] = other
+    replacements = Replacements(dict(zip(node.outputs, other.outputs, strict=True)), {node: other})
+    for later in graph.nodes[position:]:
+        replacements.apply(later)
+    replacements.apply_to_results(graph)
 
 
 def devices_of_loop(node: WhileNode) -> tuple[str, ...]:
@@ -77,13 +171,12 @@ def devices_of_loop(node: WhileNode) -> tuple[str, ...]:
     return tuple(dict.fromkeys(device for device in found if device is not None))
 
 
-def _device_while(node: WhileNode, device: str | None, on_host: AbstractSet[Tensor]) -> Node:
-    attrs = {"loop": node, "captured_on_host": captures_on_host(node, on_host)}
-    specs = tuple(tensor.spec for tensor in node.outputs)
-    name = f"{node.name.removeprefix(node.graph.scope.name_scope)}/device"  # the graph puts its scope in front
-    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, attrs, node, specs, name=name)
+def _device_while(node: WhileNode, on_host: AbstractSet[Tensor]) -> Node:
+    attrs = {"loop": node, "captured_on_host": captures_on_host(node, on_host), "logs": {}}
+    specs = tuple(output.spec for output in node.outputs)
+    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, attrs, node, specs, reserved_name=f"{node.name}/device")
     made.control_inputs = list(node.control_inputs)
-    made.device = device
+    made.device = next(iter(devices_of_loop(node)), None)
     return made
 
 
@@ -112,13 +205,13 @@ def bind_device_loop(
 
     functions = DeviceFunctions(node.name, bind, KernelCounter(device.memory.requests, inside))
     launches = sum(1 for part in loop.subgraphs for _ in part.walk())
+    places = (place for place in range(len(loop.inputs)) if place not in node.attrs["logs"])
+    on_host = {x for place, x in zip(places, node.inputs, strict=True) if place in there}
     info = KernelInfo(
         name=node.name,
         stream=stream,
         single=False,
-        code=CodeInfo(
-            vectors=find_unknown_vectors(node.inputs, {node.inputs[place] for place in there}), launches=launches
-        ),
+        code=CodeInfo(vectors=find_unknown_vectors(node.inputs, on_host), launches=launches),
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs, values: None,
     )
@@ -127,6 +220,7 @@ def bind_device_loop(
         body=functions.body(loop.body),
         n_vars=loop.n_vars,
         identity=LoopIdentity(loop.name, loop.location),
+        logs=node.attrs["logs"],
         limit=max_iterations,
     )
     return device.bind_loop(code, info)

@@ -36,16 +36,17 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
     from asyncflow.values import Value
 
-ENDED, STOPPED, GIVEN_UP, TOO_LONG = range(4)
+ENDED, STOPPED, GIVEN_UP, TOO_LONG, FULL = range(5)
 """Outcomes of a launch: ended by the predicate; or stopped, to be launched again with the values that it gave.
 
-Or its values are void: because a loop inside passes its limit, or because loops inside went on for too long.
+Or its values are void: a loop inside passes its limit, loops inside went on for too long, or one of their logs is full.
 """
 
 SOURCE = """
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 
-// The state of a launch: iterations of its loop, how it came out, iterations of the loops inside; and its limits.
+// The state of a launch: iterations of its loop, how it came out, iterations of the loops inside; its limits; and the
+// number of the log that is full. Behind it, the entries of each log.
 
 extern "C" __global__ void set_loop(unsigned long long handle, const bool* pred, long long* state)
 {
@@ -91,6 +92,9 @@ extern "C" __global__ void set_branch(unsigned long long handle, const bool* pre
 MOST_ITERATIONS = 1 << 16
 """Of any launch."""
 
+FULL_LOG = 7
+"""Position in a state of the number of the log that is full; the numbers of entries of all logs come behind."""
+
 _INSIDE = 4
 _PATIENCE = 4
 _NO_LIMIT = (1 << 63) - 1
@@ -118,7 +122,7 @@ class Limits:
     def state(self) -> tuple[int, ...]:
         """Of a launch that begins; see `SOURCE`."""
         inside = _INSIDE * self.most if self.inside is None else self.inside
-        return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner
+        return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner, 0
 
 
 class GatedPlace(NamedTuple):

@@ -13,7 +13,8 @@ caller looks at its state, and launches it again with the values that it gave.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,16 @@ import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError
 from asyncflow.devices.cuda.graphs.conditional import ConditionalNodes, GatedPlace, Limits, Rehearsal
-from asyncflow.devices.cuda.graphs.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
+from asyncflow.devices.cuda.graphs.graph import (
+    PrivateMemory,
+    array_key,
+    capture,
+    copy_into,
+    empty_as,
+    key_of,
+    without_gaps,
+)
+from asyncflow.devices.cuda.graphs.logs import Log, logs_in, new_table
 from asyncflow.devices.cuda.memory import PrivatePool, active_requests
 from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
@@ -36,6 +46,9 @@ if TYPE_CHECKING:
 
 _DEFAULT_LIMITS = Limits()
 
+_MOST_STARTS = 16
+"""Number of limits for which a graph keeps the state of a launch that begins."""
+
 
 class Iterated(NamedTuple):
     """The results that a launch will have computed.
@@ -43,7 +56,7 @@ class Iterated(NamedTuple):
     Attributes:
         values: of the loop variables, new arrays.
         state: an int64 array that begins with: how many iterations, how it came out (`ENDED`, `STOPPED`, `GIVEN_UP` or
-            `TOO_LONG`), and how many iterations of the loops inside.
+            `TOO_LONG`, or `FULL`), and how many iterations of the loops inside.
     """
 
     values: tuple[Placed, ...]
@@ -112,13 +125,18 @@ class Interpreter:
         return pred
 
     def buffer_for(self, value: Value) -> CupyArray:
-        """New memory for `value`, an array or a number of the host."""
+        """New memory for `value`, an array or a number of the host; a log stays the same."""
+        if isinstance(value, Log):
+            return value
         is_array = isinstance(value, self.cupy.ndarray)
         return empty_as(self.cupy, value) if is_array else self.cupy.empty((), np.asarray(value).dtype)
 
     def put(self, buffers: Sequence[CupyArray], values: Sequence[Value]) -> None:
         """Write each value into its buffer, as if all at once."""
-        values = list(values)
+        # A log is filled by kernels of its own, and is the same in all iterations.
+        arrays = [place for place, buffer in enumerate(buffers) if not isinstance(buffer, Log)]
+        buffers, values = [buffers[place] for place in arrays], list(values)
+        values = [values[place] for place in arrays]
         places = {buffer.data.mem.ptr for buffer in buffers if buffer.nbytes}
         for index, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
             _check_fits(buffer, value)
@@ -141,7 +159,7 @@ def _check_fits(buffer: CupyArray, value: Value) -> None:
 class LoopGraph:
     """A captured loop; what its kernels use stays as long as it does."""
 
-    __slots__ = ("_captures", "_cupy", "_graph", "_held", "_raw", "_starts", "_state", "_variables")
+    __slots__ = ("_captures", "_cupy", "_graph", "_held", "_n_logs", "_raw", "_starts", "_state", "_variables")
 
     def __init__(
         self,
@@ -157,9 +175,14 @@ class LoopGraph:
         self._raw = raw
         rehearsal = Rehearsal()
         rehearsed = Interpreter(cupy, rehearsal)
-        self._variables = [rehearsed.buffer_for(value) for value in variables]
-        self._captures = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in captures]
-        self._state = _state_of(cupy, Limits(1))
+        self._n_logs = len(logs_in(variables))
+        self._state = _state_of(cupy, Limits(1), self._n_logs)
+        # In the order of `logs_in`, by which the launcher finds the log that is full. Logs that are only read have
+        # numbers, too, which no kernel looks at.
+        numbers = itertools.count()
+        self._variables = [rehearsed.buffer_for(self._seen(value, numbers)) for value in variables]
+        self._captures = [self._seen(value, numbers) for value in captures]
+        self._captures = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in self._captures]
         self._starts: dict[Limits, Raw] = {}
         self._fill(variables, captures)
         loop = Loop(*functions, self._variables, self._captures)
@@ -180,34 +203,54 @@ class LoopGraph:
             MemoryLimitExceeded: the results do not fit; nothing was launched.
         """
         cupy, raw = self._cupy, self._raw
-        results = [empty_as(cupy, buffer) for buffer in (*self._variables, self._state)]
+        results = [
+            value if isinstance(buffer, Log) else empty_as(cupy, buffer)
+            for buffer, value in zip((*self._variables, self._state), (*variables, None), strict=True)
+        ]
         if limits not in self._starts:
-            self._starts[limits] = _state_of(cupy, limits)
+            # How many iterations a launch may make follows from the room in logs, which differs from run to run.
+            if len(self._starts) >= _MOST_STARTS:
+                self._starts.clear()
+            self._starts[limits] = _state_of(cupy, limits, self._n_logs)
         self._fill(variables, captures)
         copy_into(cupy, self._state, self._starts[limits], raw)
         self._graph.launch(stream=raw)
         active_requests().graphs += 1
         for result, buffer in zip(results, (*self._variables, self._state), strict=True):
-            copy_into(cupy, result, buffer, raw)
+            if not isinstance(buffer, Log):
+                copy_into(cupy, result, buffer, raw)
         *values, state = results
         return Iterated(tuple(values), state)
+
+    def _seen(self, value: Placed, numbers: Iterator[int]) -> Placed:
+        """Return `value`, and for a log its stand-in: with a table in the graph's memory, for logs of any run."""
+        if not isinstance(value, Log):
+            return value
+        seen = value.seen_by(new_table(self._cupy), self._state, next(numbers))
+        seen.inner = self._seen(value.inner, numbers)
+        return seen
 
     def _fill(self, variables: Sequence[Value], captures: Sequence[Value]) -> None:
         cupy = self._cupy
         for buffer, value in zip((*self._variables, *self._captures), (*variables, *captures), strict=True):
             if isinstance(value, cupy.ndarray):
                 copy_into(cupy, buffer, value, self._raw)
+            elif isinstance(value, Log):
+                # The table alone: kernels find the blocks by the addresses in it.
+                for seen, log in zip(buffer.line(), value.line(), strict=True):
+                    copy_into(cupy, seen.table, log.table, self._raw)
             elif isinstance(buffer, cupy.ndarray):
                 buffer.fill(value)
                 active_requests().kernels += 1
 
 
-def _state_of(cupy: Cupy, limits: Limits) -> Raw:
+def _state_of(cupy: Cupy, limits: Limits, n_logs: int) -> Raw:
     """That of a launch which begins, filled by kernels: a copy from the host might block."""
     state = limits.state()
-    array = cupy.empty(len(state), np.int64)
+    array = cupy.zeros(len(state) + n_logs, np.int64)
     for index, value in enumerate(state):
-        array[index : index + 1].fill(value)
+        if value:
+            array[index : index + 1].fill(value)
     return array
 
 
@@ -257,22 +300,32 @@ class DeviceLoop:
         bindings = self.bindings
         if bindings is None or self._graphs.is_refused:
             return None
+        # The gradient of a sum, for one, is a view of one number.
+        variables, captures = map(self._without_gaps, (variables, captures))
         return self._graphs.launched(
             self._key(variables, captures),
             lambda: self._captured(bindings, variables, captures),
             lambda graph: graph.launch(variables, captures, limits),
         )
 
+    def _without_gaps(self, values: Sequence[Value]) -> list[Value]:
+        cupy = self.cupy
+        return [without_gaps(cupy, value) if isinstance(value, cupy.ndarray) else value for value in values]
+
     def _key(self, variables: Sequence[Value], captures: Sequence[Value]) -> Hashable:
         ndarray = self.cupy.ndarray
         shapes: list[Hashable] = []
         for value in variables:
-            shape = array_key(value) if isinstance(value, ndarray) else _scalar_key(value)
+            if isinstance(value, Log):
+                # However many entries it has: a longer log needs no other graph.
+                shape: Hashable = value.spec
+            else:
+                shape = array_key(value) if isinstance(value, ndarray) else _scalar_key(value)
             if shape is None:
                 return None
             shapes.append(shape)
-        captured = key_of(captures, ndarray)
-        return None if captured is None else (*shapes, *captured)
+        captured = key_of([value for value in captures if not isinstance(value, Log)], ndarray)
+        return None if captured is None else (*shapes, *(log.spec for log in logs_in(captures)), *captured)
 
     def _captured(self, bindings: Bindings, variables: Sequence[Value], captures: Sequence[Value]) -> LoopGraph:
         functions = self.condition, self.body

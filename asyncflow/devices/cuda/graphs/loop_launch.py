@@ -15,9 +15,10 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.graphs.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
+from asyncflow.devices.cuda.graphs.conditional import ENDED, FULL, FULL_LOG, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
 from asyncflow.devices.cuda.graphs.host_loop import HostDriver
-from asyncflow.devices.cuda.graphs.loop import DeviceLoop
+from asyncflow.devices.cuda.graphs.logs import GrowingLog, growing_logs
+from asyncflow.devices.cuda.graphs.loop import DeviceLoop, Iterated
 from asyncflow.devices.decisions import Loop, LoopCode
 from asyncflow.devices.protocol import CoroutineKernel, KernelInfo, Placed, Span, recording
 
@@ -52,15 +53,21 @@ class Patience:
         self.most = FIRST_ITERATIONS
         self._least = min(LEAST_ITERATIONS, FIRST_ITERATIONS)
 
-    def learn(self, outcome: int, took_s: float) -> bool:
-        """Note how a launch came out; whether another, from where it began or where it ended, may come further."""
+    def learn(self, outcome: int, took_s: float, *, is_cut: bool = False) -> bool:
+        """Note how a launch came out; whether another, from where it began or where it ended, may come further.
+
+        Args:
+            outcome: see `conditional.py`.
+            took_s: how long it took.
+            is_cut: it was to make fewer iterations, for want of room in a log.
+        """
         if outcome == TOO_LONG:
             grown = min(self.most * _STEP, MOST_ITERATIONS)
             is_longer, self.most, self._least = grown > self.most, grown, grown
             return is_longer
         if took_s > LONG_S:
             self.most = max(self.most // _STEP, self._least)
-        elif outcome == STOPPED and took_s < SHORT_S:
+        elif outcome == STOPPED and took_s < SHORT_S and not is_cut:
             self.most = min(self.most * _STEP, MOST_ITERATIONS)
         return outcome == STOPPED
 
@@ -68,7 +75,7 @@ class Patience:
 class WhileLauncher(CoroutineKernel):
     """A loop bound to a CUDA device: calling it with its variables and captures gives a coroutine of its results."""
 
-    __slots__ = ("_code", "_device", "_info", "_loop", "_patience", "_values")
+    __slots__ = ("_code", "_device", "_info", "_loop", "_patience", "_usual", "_values")
 
     def __init__(self, device: CudaDevice, bindings: Bindings | None, loop: LoopCode, info: KernelInfo) -> None:
         """Store the arguments; nothing is captured before the first call.
@@ -85,6 +92,7 @@ class WhileLauncher(CoroutineKernel):
         self._values = Values(device, stream)
         self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, loop.condition, loop.body, info.name)
         self._patience = Patience()
+        self._usual: Sequence[int] = ()  # entries that logs had in the last run
 
     def __call__(self, *args: Value) -> Coroutine[object, object, tuple[Placed, ...]]:
         """Run the loop.
@@ -112,24 +120,63 @@ class WhileLauncher(CoroutineKernel):
         host = HostDriver(self._device, self._values, self._info, args, spans, code.limit)
         with self._values.stream:
             raw = [self._values.raw(value, self._info.name) for value in args]
-        variables: Sequence[Value] = raw[: code.n_vars]
-        captures = raw[code.n_vars :]
+        variables, captures = host.in_one_block(self._divided, raw)
+        logs = growing_logs(variables)
+        counts = [0] * len(logs)
         done, outcome = 0, STOPPED
         while outcome != ENDED:
-            limits = Limits(self._patience.most, inner=code.limit)
-            iterated = host.in_one_block(self._loop.launch, variables, captures, limits)
+            most, iterated = host.in_one_block(self._launch, variables, captures, done)
             if iterated is None:
                 break
             began = monotonic()  # what was captured and compiled before is no part of it
-            count, outcome, *_ = (await host.fetched(iterated.state)).tolist()
-            is_worth_another = self._patience.learn(outcome, monotonic() - began)
+            state = (await host.fetched(iterated.state)).tolist()
+            count, outcome = state[:2]
+            if outcome == FULL:
+                host.in_one_block(self._make_room, variables, logs[state[FULL_LOG]].entries + 1)
+                continue
+            is_worth_another = self._patience.learn(outcome, monotonic() - began, is_cut=most < self._patience.most)
             if outcome in (ENDED, STOPPED):
                 done += count
+                counts = list(map(max, counts, state[FULL_LOG + 1 :]))
                 code.identity.check(done + (outcome == STOPPED), code.limit)
-                variables = iterated.values
+                variables = list(iterated.values)
             elif not is_worth_another:
                 break
         if outcome != ENDED:
+            for log, count in zip(logs, counts, strict=True):
+                log.count = count
             rest = Loop(code.condition, code.body, variables, captures, code.identity)
-            variables = await host.looped(rest, done)
+            variables = list(await host.looped(rest, done))
+            counts = [log.count for log in logs]
+        # A run of as many iterations finds room at once, and is one launch.
+        self._usual = [1 << max(count - 1, 0).bit_length() for count in counts]
         return tuple([self._values.wrapped(value, self._info.name) for value in variables])
+
+    def _divided(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        """Return the variables, with new logs, and the captures."""
+        code, device = self._code, self._device
+        given, usual = iter(args), iter(self._usual)
+
+        def variable(place: int) -> Value:
+            spec = code.logs.get(place)
+            return next(given) if spec is None else GrowingLog(device.cupy, device.xp.launches, spec, usual)
+
+        variables = [variable(place) for place in range(code.n_vars)]
+        for log in growing_logs(variables):
+            log.reserve(1)
+        return variables, list(given)
+
+    def _make_room(self, variables: Sequence[Value], entries: int) -> None:
+        """Make room in all logs of loops inside, as the logs of one loop have equally many entries."""
+        for log in growing_logs(variables):
+            if log not in variables:
+                log.reserve(entries)
+
+    def _launch(self, variables: Sequence[Value], captures: Sequence[Value], done: int) -> tuple[int, Iterated | None]:
+        """Start the loop or go on; return the most iterations that the launch may make, and its results."""
+        most = self._patience.most
+        for log in variables:
+            if isinstance(log, GrowingLog):
+                log.reserve(done + 1)
+                most = min(most, log.entries - done)
+        return most, self._loop.launch(variables, captures, Limits(most, inner=self._code.limit))
