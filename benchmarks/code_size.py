@@ -28,9 +28,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_146,
-    "asyncflow/runtime/": 11_233,
+    "asyncflow/runtime/": 11_237,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 9_115,
+    "asyncflow/devices/": 9_139,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_590,
@@ -38,7 +38,7 @@ CAPS: Final = {
     "asyncflow/control/": 2_040,
     "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
-    "asyncflow/cli/": 1_260,
+    "asyncflow/cli/": 1_275,
     "asyncflow/profiler/": 1_161,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
@@ -46,11 +46,11 @@ CAPS: Final = {
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 630,
-    "asyncflow/testing/": 537,
+    "asyncflow/testing/": 556,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 67_125
+TOTAL: Final = 67_184
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 1,

@@ -37,7 +37,7 @@ _WITH_VALUE = {
     "check": ("--runs",),
     "explain": ("--after",),
     "profile": ("-o", "--output", "--top", "--color-by", "--detail"),
-    "simulate": ("-o", "--output", "--devices", "--seed", "--jitter", "--host", "--launches"),
+    "simulate": ("-o", "--output", "--devices", "--seed", "--jitter", "--iterations", "--host", "--launches"),
 }
 _FLAGS = {
     "check": ("-h", "--help"),
@@ -100,6 +100,7 @@ examples:
   asyncflow simulate train.py:main --devices "8 x v100, nvlink2" -o trace.html
   asyncflow simulate package.module:step --devices "4 x a100, nvlink3, pcie3" --jitter 0.1 --seed 7
   asyncflow simulate train.py:main --devices "64 x k40, ethernet10" --shapes-only --epochs 3
+  asyncflow simulate write.py:main --devices v100 --shapes-only --iterations 100
   asyncflow simulate train.py:main --devices "8 x v100, nvlink2" --host c++ --launches nodes
 
 cards: {", ".join(CARDS)}
@@ -309,8 +310,8 @@ def _add_simulate(add: _AddCommand) -> None:
         "simulate",
         help="run a program on a machine that is not there and predict its times",
         description="Runs a program on simulated devices and virtual time, and prints the predicted time and memory.",
-        usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] [--shapes-only] "
-        "[--host HOST] [--launches HOW] [arguments of the program ...]",
+        usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] "
+        "[--shapes-only [--iterations N]] [--host HOST] [--launches HOW] [arguments of the program ...]",
         epilog=_SIMULATE_EXAMPLES,
     )
     simulated.set_defaults(do=_simulate, refuse=simulated.error)
@@ -331,7 +332,13 @@ def _add_simulate(add: _AddCommand) -> None:
     simulated.add_argument(
         "--shapes-only",
         action="store_true",
-        help="large arrays carry no data: fast, but what depends on them cannot be computed",
+        help="large arrays carry no data: fast, but branches cannot depend on them, and loops run --iterations times",
+    )
+    simulated.add_argument(
+        "--iterations",
+        metavar="N",
+        type=_iterations,
+        help="with --shapes-only: how often a loop runs whose condition depends on such arrays",
     )
     simulated.add_argument(
         "--host",
@@ -373,12 +380,15 @@ def _profile(options: argparse.Namespace, program_arguments: Sequence[str]) -> i
 def _simulate(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
     if options.devices is None:
         options.refuse(_no_devices(program_arguments))
+    if options.iterations is not None and not options.shapes_only:
+        options.refuse("--iterations is for --shapes-only: with data, loops decide by themselves")
     build = partial(
         SimMachine,
         options.devices,
         seed=options.seed,
         jitter=options.jitter,
         shapes_only=options.shapes_only,
+        iterations=options.iterations,
         host=HOSTS[options.host],
         launches=options.launches,
     )
@@ -398,6 +408,12 @@ def _no_devices(program_arguments: Sequence[str]) -> str:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes: a whole number, 0 or more")
+    return int(text)
+
+
+def _iterations(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of iterations: a whole number, 0 or more")
     return int(text)
 
 

@@ -484,6 +484,14 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""
 
+    def assume_decision(self, value: Value, name: str, iteration: int) -> Value | None:
+        """Return the decision of the loop's condition `name` in an iteration; None if `value` holds it.
+
+        A simulation of shapes assumes a number of iterations for loops whose conditions depend on data.
+        """
+        self.require_data(value, name)
+        return None
+
     @abstractmethod
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Return True if launching must pause for unfinished work; then call ``resume()`` once, later.

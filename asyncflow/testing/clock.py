@@ -10,7 +10,14 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from asyncflow.devices.figures.host import Host, Launches
 from asyncflow.devices.figures.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
-from asyncflow.devices.sim.machine import SimMachine, check_chance, check_launches, current_machine, use_machine
+from asyncflow.devices.sim.machine import (
+    SimMachine,
+    check_chance,
+    check_iterations,
+    check_launches,
+    current_machine,
+    use_machine,
+)
 from asyncflow.streams.loop import is_running_here
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -23,6 +30,7 @@ def virtual_clock(
     seed: int = 0,
     jitter: float = 0.0,
     shapes_only: bool = False,
+    iterations: int | None = None,
     host: str | Host = DEFAULT_HOST,
     launches: Launches | None = None,
 ) -> VirtualClock:
@@ -37,13 +45,16 @@ def virtual_clock(
         seed: of the jitter.
         jitter: how much the times of kernels and copies vary; 0.1 for about a tenth.
         shapes_only: large arrays carry no data, so that a paper-sized experiment takes seconds and little memory.
+        iterations: with `shapes_only`, how often a loop runs whose condition needs data that is not there; None for an
+            error.
         host: what drives the cards, and how long it takes to: ``"asyncflow"`` is this runtime, whose one thread drives
             them all; ``"c++"`` a C++ runtime with a thread a device; or a `asyncflow.devices.figures.host.Host`.
         launches: how kernels come to a card: ``"regions"``, ``"nodes"`` or ``"graphs"``; None for what the host does.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a card, link or host that is unknown, a jitter that is not in 0 <= jitter < 1, or other launches.
+        ValueError: a card, link or host that is unknown, a jitter that is not in 0 <= jitter < 1, or other launches;
+            or a number of iterations that is negative, or without `shapes_only`.
 
     >>> import asyncio
     >>> with virtual_clock() as clock:
@@ -62,7 +73,16 @@ def virtual_clock(
         raise TypeError(f"a host is the name of one, or a Host; got {type(host).__name__} {host!r}")
     check_chance(seed, jitter)
     check_launches(launches)
-    return VirtualClock(spec, seed=seed, jitter=jitter, shapes_only=shapes_only, host=driver, launches=launches)
+    check_iterations(iterations, shapes_only=shapes_only)
+    return VirtualClock(
+        spec,
+        seed=seed,
+        jitter=jitter,
+        shapes_only=shapes_only,
+        iterations=iterations,
+        host=driver,
+        launches=launches,
+    )
 
 
 class VirtualClock:

@@ -117,6 +117,14 @@ async def steps():
     print("value", float(value), "at", await now())
 
 
+async def searches():
+    with af.Graph() as own:
+        y = af.placeholder("float32", (512, 512))
+        found, _ = af.while_loop(lambda i, z: af.sum(z) < 1e9, lambda i, z: (i + 1, z * 2), (0, y))
+    async with af.Session(own) as session:
+        print("found after", await session.run(found, {y: np.ones((512, 512), np.float32)}))
+
+
 def session_before_loop():
     session = af.Session(graph)
     print([device.name for device in session.devices])
@@ -457,3 +465,17 @@ def test_shapes_only(program: Path, output: Output) -> None:
     out, _ = output()
     assert "value nan" in out
     assert "runs       3" in out
+
+
+def test_loops_on_data_of_a_simulation_of_shapes(program: Path, output: Output) -> None:
+    assert simulate("searches", "--shapes-only", "--iterations", "9") == 0
+    assert "found after 9" in output()[0]
+    assert simulate("searches", "--shapes-only") == 1
+    assert "say how often such loops run: iterations=, or --iterations" in output()[1]
+    for arguments, told in (
+        (["--iterations", "9"], "is for --shapes-only"),
+        (["--iterations=-1"], "'-1' is not a number"),
+    ):
+        with pytest.raises(SystemExit):
+            simulate("searches", *arguments)
+        assert told in output()[1]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.figures.host import Launches
 from asyncflow.errors import FetchError, ShapeError
 from asyncflow.testing import virtual_clock
 
@@ -171,6 +172,45 @@ def test_shapes_that_depend_on_data_are_refused(name: str, device: str) -> None:
     with pytest.raises(af.KernelError, match="shapes-only simulation does not have") as caught:
         outcome(ON_DATA[name], 5, device=device, shapes_only=True)
     assert isinstance(caught.value.__cause__, ShapeError | FetchError)
+
+
+@pytest.mark.parametrize("launches", ["regions", "nodes"])
+@pytest.mark.parametrize("device", ["sim:0", "cpu:0"])
+def test_a_loop_on_data_runs_as_often_as_assumed(device: str, launches: Launches) -> None:
+    """In a loop and out of one; loops that can decide by counters do."""
+    with virtual_clock("1 x v100", shapes_only=True, iterations=7, launches=launches) as clock, af.Graph():
+        x = af.placeholder("float32", (None, WIDTH))
+
+        def until(row: af.Tensor) -> af.Tensor:
+            return af.while_loop(lambda i, y: af.sum(y) < 1e9, lambda i, y: (i + 1, y * 2), (0, row))[0]
+
+        counted = af.while_loop(lambda t, _: t < 3, lambda t, total: (t + 1, total + until(x[0])), (0, 0))[1]
+
+        async def main() -> Any:
+            async with af.Session(devices=[device]) as session:
+                return await session.run([until(x), counted], {x: np.ones((5, WIDTH), np.float32)})
+
+        assert clock.run(main()) == [7, 21]
+
+
+@pytest.mark.parametrize("device", ["sim:0", "cpu:0"])
+def test_a_loop_on_data_without_an_assumption_names_the_way_out(device: str) -> None:
+    with pytest.raises(af.KernelError, match="say how often such loops run: iterations=, or --iterations"):
+        outcome(ON_DATA["loop"], 5, device=device, shapes_only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"iterations": 3}, ValueError, "unless shapes_only=True"),
+        ({"iterations": -1, "shapes_only": True}, ValueError, "0 or more; got -1"),
+        ({"iterations": 1.5, "shapes_only": True}, TypeError, "an integer; got float 1.5"),
+        ({"iterations": True, "shapes_only": True}, TypeError, "an integer; got bool True"),
+    ],
+)
+def test_assumed_iterations_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        virtual_clock(**options)
 
 
 VALUES_ON_DATA: dict[str, Step] = {

@@ -245,7 +245,7 @@ class _Lowering(FlatBuilder):
         self.put_nodes(condition, in_cond)
         (pred,) = self.values(condition.results)
         # One LoopCond drives the Switches of all devices: its value is sent there, and acknowledged (`drivers`).
-        pred = self.host_value(pred, node, in_cond, use="predicate")
+        pred = self.host_value(pred, node, in_cond, use="loop")
         (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond, device=node.device)
         self.drivers.add(pred.node)
         switches = [self.put_switch(node, merged, pred, in_cond, merged.node.device) for merged in merges]

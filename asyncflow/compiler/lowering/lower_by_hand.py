@@ -138,7 +138,7 @@ class PlacesByHand:
         if frame not in self._marked:
             place, device = self.place(Live(path)), pred.node.device
             (value,) = emitter.values([pred])
-            value = emitter.host_value(value, pred.node, place, use="predicate")
+            value = emitter.host_value(value, pred.node, place, use="loop")
             (self._marked[frame],) = emitter.put(pred.node, "loop_cond", LOOP_COND, [value], place, device=device)
             emitter.drivers.add(self._marked[frame].node)
         return self._marked[frame], False

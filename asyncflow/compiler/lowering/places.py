@@ -276,7 +276,7 @@ class FlatBuilder:
         if (tensor, place) not in self.on_host:
             (copied,) = self.put(like, "to_host", TO_HOST, [tensor], place, device=device, use=use)
             self.on_host[tensor, place] = copied
-        elif use == "predicate":
+        elif use in ("predicate", "loop"):
             copied = self.on_host[tensor, place]
             copied.node.attrs = {**copied.node.attrs, "use": use}
         return self.on_host[tensor, place]

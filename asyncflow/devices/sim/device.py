@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import numpy as np
 
@@ -316,8 +316,21 @@ class SimDevice(Timeline):
         Raises:
             FetchError: it is an array of a simulation of shapes, and has none.
         """
-        if isinstance(value, SimUnknown) or (isinstance(value, SimArray) and value.data is None):
+        if _lacks(value):
             raise missing_data(value.name, repr(name))
+
+    def assume_decision(self, value: Value, name: str, iteration: int) -> Value | None:
+        """Return the decision of the loop's condition `name`, if that has no data and the machine assumes a number of
+        iterations; None if `value` holds it.
+
+        Raises:
+            FetchError: it has no data, and the machine assumes nothing.
+        """
+        if not _lacks(value):
+            return None
+        if self.machine.iterations is None:
+            raise missing_data(value.name, repr(name), "say how often such loops run: iterations=, or --iterations")
+        return np.bool_(iteration < self.machine.iterations)
 
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Return True if launching must pause, as the host is far ahead of the clock; then call ``resume()``."""
@@ -518,3 +531,8 @@ class SimDevice(Timeline):
 
 def _deliver_copy(value: SimArray, deliver: Deliver) -> None:
     deliver(value.stand_in() if value.data is None else value.data.copy(), None)
+
+
+def _lacks(value: Value) -> TypeGuard[SimUnknown | SimArray]:
+    """Return True for a value of a simulation of shapes that has no data."""
+    return isinstance(value, SimUnknown) or (isinstance(value, SimArray) and value.data is None)

@@ -38,6 +38,7 @@ class SimMachine:
         threads: the host's threads used so far, by the devices they drive.
         jitter: kernels and copies take up to this fraction more or less, at random.
         shapes_only: arrays over 4 KiB have no data.
+        iterations: number of iterations of loops whose conditions would need that data; None: an error.
         graphs: caches of graphs, and the account of the device that each is of.
         landing: memory that a copy fills, by the event of the copy, until that is done or the pool of that memory
             waits for it; see `asyncflow.devices.cuda.values.Landing`.
@@ -53,6 +54,7 @@ class SimMachine:
         seed: int = 0,
         jitter: float = 0.0,
         shapes_only: bool = False,
+        iterations: int | None = None,
         host: Host = DEFAULT_HOST,
         launches: Launches | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class SimMachine:
         self.threads: dict[str, HostThread] = {}
         self.jitter = jitter
         self.shapes_only = shapes_only
+        self.iterations = iterations
         self.graphs: WeakKeyDictionary[GivesWay, SimMemoryAccount] = WeakKeyDictionary()
         self.landing: dict[SimEvent, Storage] = {}
         self.hazards: list[str] = []
@@ -186,6 +189,23 @@ def check_launches(launches: object) -> None:
     """
     if launches is not None and launches not in LAUNCHES:
         raise ValueError(f"launches is one of {', '.join(map(repr, LAUNCHES))}; got {launches!r}")
+
+
+def check_iterations(iterations: object, *, shapes_only: bool) -> None:
+    """Raise unless a machine can assume this number of iterations.
+
+    Raises:
+        TypeError: it is no integer, and not None.
+        ValueError: it is negative, or all loops have the data to decide.
+    """
+    if iterations is None:
+        return
+    if isinstance(iterations, bool) or not isinstance(iterations, numbers.Integral):
+        raise TypeError(f"iterations is an integer; got {type(iterations).__name__} {iterations!r}")
+    if not shapes_only:
+        raise ValueError("iterations=: loops decide by their data, unless shapes_only=True leaves it out")
+    if int(iterations) < 0:
+        raise ValueError(f"iterations is a number of iterations, 0 or more; got {iterations}")
 
 
 def _early_free(storage: Storage, event: SimEvent, verb: str) -> str:

@@ -336,11 +336,11 @@ class SimUnknown(DeviceValue):
         return missing_data(self.name)
 
 
-def missing_data(name: str, reader: str = "Python") -> FetchError:
-    """Return the error to raise where `reader` needs the data of the value `name`."""
+def missing_data(name: str, reader: str = "Python", way: str = "let the program decide by counters") -> FetchError:
+    """Return the error to raise where `reader` needs the data of the value `name`; `way` is how to go without it."""
     return FetchError(
         f"{reader} needs the data of {name!r}, which a shapes-only simulation does not have: it was computed from "
-        f"arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the program decide by counters"
+        f"arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or {way}"
     )
 
 

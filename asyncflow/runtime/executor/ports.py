@@ -243,13 +243,15 @@ class Ports:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, (value,))
             elif not executor.stopped:
-                executor.complete(node, iteration, (value,), result)
+                executor.complete(node, iteration, (value,), result if assumed is None else assumed)
 
         deliver = executor.expect(take)
-        spans, use = executor.new_spans(), node.source.attrs["use"]
+        spans, use, assumed = executor.new_spans(), node.source.attrs["use"], None
         try:
             if use == "predicate":
                 device.require_data(value, node.source.name)
+            elif use == "loop":
+                assumed = device.assume_decision(value, node.source.name, iteration.index)
             if isinstance(value, DeviceValue):
                 with recording(device, spans):
                     device.read_value(value, deliver) if use == "input" else value.to_host(deliver)

@@ -25,8 +25,8 @@ With `is_acknowledged` it is done only when the Recv's iteration has ended: that
 RECV = Op("recv", lambda *, transfer, source, spec, is_acknowledged: spec)
 """Gives the value that the Send of the same `transfer` on the device `source` hands over under the same tag."""
 
-HostUse: TypeAlias = Literal["predicate", "input", "result"]
-"""Use of a value on the host: to decide, as an input that a kernel reads there, or as a fetched or streamed result."""
+HostUse: TypeAlias = Literal["predicate", "loop", "input", "result"]
+"""Use of a value on the host: to decide a branch or a loop, as an input of a kernel there, or as a fetched result."""
 
 TO_HOST = Op("to_host", lambda value, *, use: value)
 """Copies a value from an asynchronous device to the host, for one `HostUse`."""
