@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 13_146,
+    "asyncflow/compiler/": 13_154,
     "asyncflow/runtime/": 11_237,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 9_139,
@@ -46,14 +46,14 @@ CAPS: Final = {
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 630,
-    "asyncflow/testing/": 556,
+    "asyncflow/testing/": 559,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 67_184
+TOTAL: Final = 67_196
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
-    "layers, and kernels of each device": 1,
+    "layers, and kernels of each device": 0,
     "steps that a card captures": 0,
     "native code": 2_500,
     "the profiler": 2_200,

@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import GraphError, SourceLocation
+from asyncflow.errors import GraphError
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.facts import REPLACE, Fact
 from asyncflow.graph.ir import Attrs, Node, Tensor
@@ -107,7 +107,6 @@ class DeviceKernel:
         kind: of the devices.
         function: takes the inputs, static arguments by name, and the stream if it has a parameter `stream`.
         graph_safe: CUDA graphs may hold its work.
-        place: the line that registered it.
         of_session: a session alone has it.
     """
 
@@ -115,13 +114,14 @@ class DeviceKernel:
     kind: str
     function: Callable[..., object]
     graph_safe: bool
-    place: SourceLocation
     of_session: bool = False
 
     def __str__(self) -> str:
         name = getattr(self.function, "__name__", type(self.function).__name__)
+        code = getattr(self.function, "__code__", None)
+        where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         whose = "the session's" if self.of_session else "registered"
-        return f"{name} ({self.place}), {whose} for {self.kind!r}"
+        return f"{name}{where}, {whose} for {self.kind!r}"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)

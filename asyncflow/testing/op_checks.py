@@ -13,6 +13,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.devices.kinds import find_kind, kind_names
+from asyncflow.errors import located_at, user_location
 from asyncflow.graph.ir import Attrs
 from asyncflow.graph.values import nest
 from asyncflow.graph.values.shapes import is_compatible
@@ -44,7 +45,7 @@ def check_op(
     Args:
         op: a function decorated with `op`, or of this library's.
         inputs: arrays to call it with. Differences of ``float64`` find smaller faults than differences of ``float32``.
-        rows: number of rows.
+        rows: number of rows; 0 leaves rows out, for an op that does not take the elements of inputs in another order.
         tolerance: relative difference that is allowed; None for a multiple of the dtype's rounding.
         run: runs a coroutine to its end; None for `asyncio.run`. For simulated cards, ``clock.run`` of their clock.
         arguments: static arguments of `op`.
@@ -67,7 +68,8 @@ def check_op(
     if not inputs:
         raise TypeError("check_op needs inputs to call the op with, such as check_op(op, np.ones((2, 3)))")
     subject = _Checked(op, [np.asarray(x) for x in inputs], arguments, rows, tolerance)
-    (run or asyncio.run)(subject.check())
+    with located_at(user_location()):
+        (run or asyncio.run)(subject.check())
     return subject.left_out
 
 
@@ -84,7 +86,8 @@ class _Checked:
     ) -> None:
         self.op, self.inputs, self.arguments, self.rows, self.tolerance = op, inputs, arguments, rows, tolerance
         there = [name for name in kind_names() if (kind := find_kind(name)) is not None and kind.why_not(0) is None]
-        self.kinds = ["cpu", *(name for name in there if name != "cpu")]
+        own = af.kernels(op) if isinstance(op, CustomOp) else there  # without a kernel, the host computes for a card
+        self.kinds = ["cpu", *(name for name in there if name != "cpu" and name in own)]
         self.left_out: list[str] = []
 
     async def check(self) -> None:
@@ -180,6 +183,8 @@ class _Checked:
 
     async def by_rows(self, kind: str) -> None:
         """Results for many rows are the results of each row."""
+        if not self.rows:
+            raise NotChecked("rows=0")
         rows = [[_varied(x, k / self.rows) for k in range(self.rows)] for x in self.inputs]
         try:
             found = await self.results(kind, af.vmap(self.called), [np.stack(x) for x in rows])

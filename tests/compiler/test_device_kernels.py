@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -43,9 +44,10 @@ class Doubled:
             return x + x
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeCupy]:
-    with stand_in(nbytes=16 << 20) as fake:
+@pytest.fixture(params=range(2))
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeCupy]:
+    """The stand-in, which serves streams in an order of its own."""
+    with stand_in(nbytes=16 << 20, seed=request.param) as fake:
         yield fake
 
 
@@ -58,7 +60,7 @@ async def test_a_kernel_gets_the_arrays_and_the_stream_of_its_card(fake: FakeCup
     double.register()
     x = af.placeholder("float32", (None,))
     y = double.op(x + 1) - 1
-    async with af.Session(graph, devices=["cuda:0"], debug=True) as session:
+    async with af.Session(graph, devices=["cuda:0"], debug=True, compute_streams=2) as session:
         found = await session.run(af.on_device(y), {x: VALUE})
         before = copies(session)
         await session.run(af.on_device(y), {x: found})
@@ -127,6 +129,46 @@ async def test_a_session_has_kernels_of_its_own(fake: FakeCupy, graph: af.Graph)
     async with af.Session(graph, devices=["cuda:0"]) as session:
         np.testing.assert_allclose((await session.run(y, {x: value})).sum(), 2.0, rtol=1e-5)
     assert double.calls == ["card"]
+
+
+async def test_strings_and_effects_are_left_to_the_host(
+    fake: FakeCupy, graph: af.Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    double = Doubled(stateful=True)
+
+    @af.op(outputs=lambda text: text)
+    def twice(text: Any) -> Any:
+        return np.strings.add(text, text)
+
+    twice.kernel("cuda")(plain)
+    y, z = double.op(af.constant(VALUE)), twice(af.constant("a"))
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        found = await session.run([y, z])
+        assert found[1] == "aa"
+        double.register()
+        await session.run([y, z])
+    assert double.calls == ["host", "card"]
+    assert caplog.records == []
+
+
+async def test_calls_of_several_runs_are_one_call_of_the_kernel(fake: FakeCupy, graph: af.Graph) -> None:
+    double = Doubled(batch=af.Batch(max_size=4))
+    double.register()
+    x = af.placeholder("float32", (LENGTH,))
+    y = double.op(x)
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        found = await asyncio.gather(*(session.run(y, {x: VALUE + k}) for k in range(4)))
+    np.testing.assert_array_equal(found, [(VALUE + k) * 2 for k in range(4)])
+    assert [each.shape for each in double.given] == [(4, LENGTH)]
+
+
+async def test_a_ufunc_is_a_kernel(fake: FakeCupy, graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None,))
+    y = af.exp(x)
+    for device, ufunc in (("cuda", fake.exp), ("cpu", np.exp)):
+        async with af.Session(graph, devices=[device], kernels={(af.exp, device): ufunc}) as session:
+            np.testing.assert_allclose(await session.run(y, {x: VALUE / LENGTH}), np.exp(VALUE / LENGTH), rtol=1e-6)
+            assert f"exp, the session's for '{device}'" in session.plan(y, [x]).explain()
 
 
 async def test_numbers_come_as_arrays_of_the_card(fake: FakeCupy, graph: af.Graph) -> None:
@@ -360,6 +402,7 @@ MISTAKES: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (af.softmax, "cuda", coroutine, af.GraphError, "is a plain function"),
     (af.softmax, "cuda", 7, TypeError, "is a function; got 7"),
     ("softmx", "cuda", plain, af.GraphError, "no op is named 'softmx'; did you mean 'softmax'"),
+    ("mine", "cuda", plain, af.GraphError, "no op is named 'mine'.*an op of yours is given itself"),
     ("while", "cuda", plain, af.GraphError, "while decides which nodes run"),
     (af.while_loop, "cuda", plain, af.GraphError, "while_loop decides which nodes run"),
     (af.cond, "cuda", plain, af.GraphError, "cond decides which nodes run"),
@@ -400,6 +443,8 @@ def test_mistakes_of_an_op() -> None:
     def counted(x: Any) -> Any:
         return x
 
+    with pytest.raises(af.GraphError, match=r'write @counted.kernel\("cuda"\)'):
+        counted.kernel(plain)  # type: ignore[arg-type]
     with pytest.raises(af.GraphError, match="counted has effects, which a CUDA graph would repeat"):
         counted.kernel("cuda", graph_safe=True)(plain)
 
@@ -424,10 +469,11 @@ async def test_an_argument_that_a_kernel_lacks_is_found_when_a_plan_is_made(fake
 
 
 WRONG: list[tuple[Any, str]] = [
-    (lambda x: x.get(), "returned numpy.ndarray in the host's memory; a kernel for 'cuda' computes with arrays of the"),
+    (lambda x: x.get(), "returned numpy.ndarray in the host's memory; a kernel for 'cuda' returns arrays on the card"),
     (lambda x: x.astype("float64"), "returned dtype float64 as its result, declared as float32"),
     (lambda x: x[1:], r"returned shape \[2999\] as its result"),
-    (lambda x: None, r"returned None \(NoneType\) as its result"),
+    (lambda x: None, "returned None; a kernel for 'cuda' returns arrays on the card, such as cupy.zeros_like"),
+    (lambda x: [x, "y"], "returned 'y'; a kernel for 'cuda' returns arrays"),
     (lambda x: 1.5, r"returned shape \[\] as its result"),
     (lambda x: (x, x), "returned .* as its result"),
 ]

@@ -47,6 +47,28 @@ async def test_a_function_runs_on_the_stream_of_its_node(
     assert not [name for name in torch.fake.blocking() if "ynchronize" in name or "memcpy" in name]
 
 
+@pytest.mark.parametrize("options", [{}, {"compute_streams": 2}], ids=str)
+async def test_gradients_are_computed_on_the_card(
+    torch: TorchOnCards, graph: af.Graph, options: dict[str, Any]
+) -> None:
+    x, scale = af.placeholder("float32", (None,)), af.placeholder("float32", ())
+    f = af.from_torch(lambda x, scale: x * x * scale + x, outputs=VECTOR)
+    y = f(x + 1, scale)
+    dx, dscale = af.gradients(af.sum(y * y), [x, scale])
+    value = np.arange(LENGTH, dtype=np.float32) / LENGTH
+    async with af.Session(graph, devices=["cuda:0"], debug=True, **options) as session:
+        fed = await session.run(af.on_device(af.identity(x)), {x: value})
+        before = session.devices[0].memory.requests.copies
+        results = [await session.run(af.on_device([dx, dscale]), {x: fed, scale: 3.0}) for _ in range(3)]
+        copies, found = session.devices[0].memory.requests.copies - before, results[-1]
+        z, slope = (value + 1) ** 2 * 3 + value + 1, 6 * (value + 1) + 1
+        np.testing.assert_allclose(found[0].get(), 2 * z * slope, rtol=1e-4)
+        np.testing.assert_allclose(found[1].get(), (2 * z * (value + 1) ** 2).sum(), rtol=1e-4)
+    assert copies == 3, "the array that is fed, on the card"
+    assert torch.waits == 0, "both sides have one stream"
+    assert not [name for name in torch.fake.blocking() if "ynchronize" in name or "memcpy" in name]
+
+
 async def test_an_array_without_elements(torch: TorchOnCards, graph: af.Graph) -> None:
     x = af.placeholder("float32", (None,))
     double = af.from_torch(lambda x: x + x, outputs=VECTOR)(x + 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tests.fake_cupy import FakeCupy
     from tests.fake_cupy.arrays import Capsule
@@ -29,7 +29,8 @@ class TorchOnCards:
         self.waits = 0
         self.nn = SimpleNamespace(Module=type("Module", (), {}))
         self.Tensor = TensorOnCard
-        self.no_grad = nullcontext
+        self.no_grad = self.enable_grad = nullcontext
+        self.autograd = SimpleNamespace(grad=self._grad)
         self.cuda = SimpleNamespace(
             ExternalStream=lambda pointer, device: SimpleNamespace(cuda_stream=pointer, device=device),
             device=fake.cuda.Device,
@@ -37,6 +38,7 @@ class TorchOnCards:
             is_available=lambda: True,
             is_initialized=lambda: True,
             current_stream=lambda card: self.current,
+            get_rng_state=lambda: b"",
         )
 
     @contextmanager
@@ -51,6 +53,34 @@ class TorchOnCards:
         assert array.size, "CuPy asks CUDA where the memory is, and there is none"
         return TensorOnCard(self, array.__dlpack__(stream=self.current.cuda_stream or 1).array)
 
+    def _grad(
+        self,
+        ys: Sequence[TensorOnCard],
+        at: Sequence[TensorOnCard],
+        grads: Sequence[TensorOnCard],
+        *,
+        allow_unused: bool,
+    ) -> list[TensorOnCard | None]:
+        """Gradients of sums and products, on the current stream."""
+        totals: dict[TensorOnCard, TensorOnCard] = {}
+
+        def go_back(tensor: TensorOnCard, grad: TensorOnCard) -> None:
+            if tensor in at:
+                totals[tensor] = totals[tensor] + grad if tensor in totals else grad
+            for operand, other in tensor.made_of:
+                if operand.requires_grad:
+                    go_back(operand, (grad if other is None else grad * other).summed_to(operand.shape))
+
+        for y, grad in zip(ys, grads, strict=True):
+            go_back(y, grad)
+        return [totals.get(each) for each in at]
+
+    def equal(self, a: object, b: object) -> bool:
+        return a == b
+
+    def zeros_like(self, tensor: TensorOnCard) -> TensorOnCard:
+        return TensorOnCard(self, self.fake.zeros_like(tensor.array))
+
     def full(self, shape: tuple[int, ...], value: float, *, dtype: str, device: str) -> TensorOnCard:
         """A tensor filled by a kernel."""
         return TensorOnCard(self, self.fake.full(shape, value, dtype=np.dtype(dtype.rpartition(".")[2])))
@@ -62,21 +92,36 @@ class TensorOnCard:
     _version = 0
     device = "cuda"
 
-    def __init__(self, torch: TorchOnCards, array: Any) -> None:
+    def __init__(
+        self, torch: TorchOnCards, array: Any, made_of: Sequence[tuple[TensorOnCard, TensorOnCard | None]] = ()
+    ) -> None:
+        self.made_of = made_of
+        """Operands, each with the factor of its gradient; None is 1."""
+        self.requires_grad: bool = any(operand.requires_grad for operand, _ in made_of)
         self.torch = torch
         self.array = array
         self.dtype = f"torch.{array.dtype.name}"
         self.shape = array.shape
 
-    def _result(self, array: Any) -> TensorOnCard:
+    def _result(self, array: Any, *made_of: tuple[TensorOnCard, TensorOnCard | None]) -> TensorOnCard:
         assert self.torch.current.cuda_stream == self.torch.fake.cuda.get_current_stream().ptr != 0
-        return TensorOnCard(self.torch, array)
+        return TensorOnCard(self.torch, array, made_of)
 
     def __mul__(self, other: TensorOnCard) -> TensorOnCard:
-        return self._result(self.array * other.array)
+        return self._result(self.array * other.array, (self, other), (other, self))
 
     def __add__(self, other: TensorOnCard) -> TensorOnCard:
-        return self._result(self.array + other.array)
+        return self._result(self.array + other.array, (self, None), (other, None))
+
+    def summed_to(self, shape: tuple[int, ...]) -> TensorOnCard:
+        return self if shape == self.shape else self._result(self.array.sum())
+
+    def detach(self) -> TensorOnCard:
+        return TensorOnCard(self.torch, self.array)
+
+    def requires_grad_(self) -> TensorOnCard:
+        self.requires_grad = True
+        return self
 
     def clone(self) -> TensorOnCard:
         return self._result(self.array.copy())
@@ -84,7 +129,7 @@ class TensorOnCard:
     def itself(self) -> TensorOnCard:
         return self
 
-    detach = resolve_conj = resolve_neg = contiguous = itself
+    resolve_conj = resolve_neg = contiguous = itself
 
     def untyped_storage(self) -> Any:
         return SimpleNamespace(data_ptr=lambda: self.array.data.ptr)

@@ -81,6 +81,19 @@ def test_a_wrong_shape_rule() -> None:
     broken(same, "Results have the shapes and dtypes that the shape rule gives, also for open extents")
 
 
+def test_errors_name_the_line_of_the_check() -> None:
+    @af.op(outputs=lambda x: x)
+    def fails(x: Any) -> Any:
+        raise ValueError("no")
+
+    broken(fails, "test_op_checks.py")
+
+
+def test_rows_are_left_out() -> None:
+    spd = VALUES.T @ VALUES + np.eye(3)
+    assert check_op(af.linalg.cholesky, spd, rows=0, tolerance=10.0) == ["by_rows on 'cpu': rows=0"]
+
+
 def test_an_op_without_inputs() -> None:
     with pytest.raises(TypeError, match="check_op needs inputs to call the op with"):
         check_op(squared())

@@ -176,6 +176,9 @@ class CustomOp(Generic[P]):
             GraphError, PlacementError: as from `register_kernel`.
         """
 
+        if callable(kind):
+            raise GraphError(f'{self.name}.kernel takes a kind of device: write @{self.name}.kernel("cuda")')
+
         def register(function: F) -> F:
             # By name: kinds of devices are known in a room above this one.
             sys.modules["asyncflow"].register_kernel(self, kind, function, graph_safe=graph_safe)

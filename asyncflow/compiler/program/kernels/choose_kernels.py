@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from asyncflow.compiler.program.host_values import is_scalar_spec
-from asyncflow.compiler.program.kernels.device_kernels import Kernels, call_kernel
+from asyncflow.compiler.program.kernels.device_kernels import Kernels, call_kernel, has_strings
 from asyncflow.devices.protocol import Device
 from asyncflow.errors import counted
 from asyncflow.graph.graph import Graph
@@ -65,7 +65,8 @@ def choose_kernels(
 def is_left_to_host(node: Node) -> bool:
     """Return True if a card would leave a user's function to the host, where a kernel could be registered for it."""
     own = called_op(node)
-    return own.conduct.is_user and not own.conduct.is_async and own.effects is None and runs_on_host(node)
+    is_plain = own.conduct.is_user and not own.conduct.is_async and own.effects is None
+    return is_plain and runs_on_host(node) and not has_strings(node)
 
 
 def _copies(node: Node) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.devices.protocol import Placed
-from asyncflow.errors import GraphError, PlacementError, brief, user_location
+from asyncflow.errors import GraphError, PlacementError, brief
 from asyncflow.graph.ir import Attrs, Node
 from asyncflow.graph.op import KERNELS, OPAQUE, DeviceKernel, Memory, Op, find_op
 from asyncflow.graph.values import nest
@@ -64,6 +64,7 @@ def call_kernel(node: Node, kernel: DeviceKernel, *, on_card: bool) -> None:
     is_users = own.conduct.is_user
     attrs: Attrs = node.attrs["arguments"] if by_row else node.attrs
     arguments: Attrs = attrs["arguments"] if is_users else attrs
+    # Again at each node, as only a call tells which of its static arguments have defaults.
     # In front of rows stand their numbers, which no kernel gets.
     if (why := _why_not_called(kernel, [None] * (len(node.inputs) - by_row), list(arguments))) is not None:
         raise GraphError(f"the kernel of {own.name} for {kernel.kind!r}, {why}\n  built at {node.location}")
@@ -129,7 +130,7 @@ class _KernelCalls(Calls):
         """Return the function with its arguments, its results checked, for the arrays of one device."""
         assert self.registered is not None
         kernel, function = self.registered, self.function
-        arrays = _HostArrays() if xp is np else _CardArrays(xp, kernel)
+        arrays = _HostArrays() if xp is np else _CardArrays(xp, kernel, is_empty=not nest.flatten(outputs)[0])
         check: Callable[[Nest], Value] = Results(outputs)
         if isinstance(outputs, Spec):
             single = outputs
@@ -177,8 +178,8 @@ class _HostArrays:
 class _CardArrays(_HostArrays):
     """A card's arrays, to and from a kernel, on CuPy's current stream."""
 
-    def __init__(self, xp: Placed, kernel: DeviceKernel) -> None:
-        self._xp, self._kernel = xp, kernel
+    def __init__(self, xp: Placed, kernel: DeviceKernel, *, is_empty: bool) -> None:
+        self._xp, self._kernel, self._is_empty = xp, kernel, is_empty
         self.kind = xp.ndarray
 
     def stream(self) -> object:
@@ -192,7 +193,7 @@ class _CardArrays(_HostArrays):
 
     def taken(self, found: Nest) -> Nest:
         """Return results in arrays of CuPy's, in the memory of arrays of other libraries."""
-        return nest.map_leaves(self._taken, found)
+        return self._taken(found) if found is None and not self._is_empty else nest.map_leaves(self._taken, found)
 
     def _taken(self, value: Placed) -> Placed:
         if isinstance(value, self.kind | np.generic | bool | int | float | complex):
@@ -200,16 +201,21 @@ class _CardArrays(_HostArrays):
         if hasattr(value, "__dlpack_device__"):
             if value.__dlpack_device__()[0] in _CUDA_MEMORY:
                 return self._xp.from_dlpack(value)
-            raise TypeError(
-                f"the kernel returned {type(value).__module__}.{type(value).__name__} in the host's memory; a kernel "
-                f"for {self._kernel.kind!r} computes with arrays of the card, such as cupy.zeros_like(x)"
-            )
-        return self._xp.asanyarray(self._ordered(value)) if hasattr(value, "__cuda_array_interface__") else value
+            found = f"{type(value).__module__}.{type(value).__name__} in the host's memory"
+        elif hasattr(value, "__cuda_array_interface__"):
+            return self._xp.asanyarray(self._ordered(value))
+        else:
+            found = brief(value)
+        raise TypeError(
+            f"the kernel returned {found}; a kernel for {self._kernel.kind!r} returns arrays on the card, such as "
+            f"cupy.zeros_like(x) makes"
+        )
 
     def _ordered(self, value: Placed) -> _Interface:
         """Return the interface of an array, for which the current stream waits: CuPy would block for its stream."""
         cuda, found = self._xp.cuda, dict(value.__cuda_array_interface__)
         stream, current = found.pop("stream", None), cuda.get_current_stream()
+        # A library that works on the stream it was given names that stream, and nothing has to wait.
         if stream not in (None, current.ptr):
             event = cuda.Event(disable_timing=True)
             cuda.runtime.eventRecord(event.ptr, stream)
@@ -357,7 +363,7 @@ def _register(
         raise TypeError(f"the kernel of {found.name} for {kind!r} is a function; got {brief(function)}")
     if graph_safe and found.effects is not None:
         raise GraphError(f"{found.name} has effects, which a CUDA graph would repeat unseen: leave graph_safe out")
-    made = DeviceKernel(found.name, kind, function, graph_safe, user_location(), of_session)
+    made = DeviceKernel(found.name, kind, function, graph_safe, of_session)
     _check(made, op, found)
     table[kind] = made
     if kind == "cuda" and isinstance(op, CustomOp):
@@ -373,7 +379,10 @@ def _op_of(op: object) -> Op:
     if isinstance(op, TorchOp):
         raise GraphError(f"{op.name} runs where its module is: move that, with from_torch(module.cuda())")
     if isinstance(op, str):
-        found = find_op(op)
+        try:
+            found = find_op(op)
+        except GraphError as error:
+            raise GraphError(f"{error.reason}; an op of yours is given itself, and not by its name") from None
     elif callable(op) and getattr(op, "__module__", "").startswith("asyncflow."):
         found = _op_of_function(op)
     else:
