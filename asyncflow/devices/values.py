@@ -6,11 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from asyncflow.values import Array, Index, Namespace
+from asyncflow.values import Array, Index, Kernel, Namespace
 
 DType: TypeAlias = "np.dtype[Any]"
 
@@ -24,6 +25,26 @@ Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
 
 Placed: TypeAlias = Any
 """A value where a device keeps it: a `DeviceValue`, a number of the host, or an object that only kernels understand."""
+
+
+class StoreNamespace(ModuleType):
+    """The array library `xp` for stores that launch kernels of their own, with each function wrapped to note them."""
+
+    def __init__(self, name: str, doc: str, xp: ModuleType) -> None:
+        super().__init__(name, doc)
+        self._xp = xp
+
+    def __getattr__(self, name: str) -> object:
+        found: object = getattr(self._xp, name)
+        if isinstance(found, type | ModuleType) or not callable(found):
+            return found
+        call = self._noting(found)
+        setattr(self, name, call)  # so that the next look-up does not come here
+        return call
+
+    @abstractmethod
+    def _noting(self, function: Kernel) -> Kernel:
+        """Return a function that calls `function`, and notes the kernel that this launches."""
 
 
 class DeviceValue:

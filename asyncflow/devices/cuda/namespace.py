@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncflow.devices.values import StoreNamespace
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -188,7 +190,7 @@ class CudaNamespace(ModuleType):
         return call
 
 
-class CountedNamespace(ModuleType):
+class CountedNamespace(StoreNamespace):
     """The same for stores that launch kernels of their own: the device counts these.
 
     Args:
@@ -197,19 +199,10 @@ class CountedNamespace(ModuleType):
     """
 
     def __init__(self, xp: ModuleType, requests: Requests) -> None:
-        super().__init__("asyncflow.cuda.stores", "CuPy as stores use it.")
-        self._xp = xp
+        super().__init__("asyncflow.cuda.stores", "CuPy as stores use it.", xp)
         self._requests = requests
 
-    def __getattr__(self, name: str) -> object:
-        found: object = getattr(self._xp, name)
-        if isinstance(found, type | ModuleType) or not callable(found):
-            return found
-        call = self._counted(found)
-        setattr(self, name, call)
-        return call
-
-    def _counted(self, function: Kernel) -> Kernel:
+    def _noting(self, function: Kernel) -> Kernel:
         def call(*args: Value, **options: Value) -> object:
             result: object = function(*args, **options)
             if getattr(result, "base", self) is None:  # an array in memory of its own

@@ -8,13 +8,13 @@ namespace that makes or fills an array notes its cost, and the launcher gives th
 from __future__ import annotations
 
 from math import prod
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.sim.values import SMALL_BYTES, StandIn, no_data
+from asyncflow.devices.values import StoreNamespace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class NotedKernel(NamedTuple):
     filled: Array
 
 
-class SimNamespace(ModuleType):
+class SimNamespace(StoreNamespace):
     """NumPy for the stores of the cards of one simulated machine.
 
     In a simulation of shapes, arrays of more than 4 KiB have no data here either, and are not computed.
@@ -51,7 +51,7 @@ class SimNamespace(ModuleType):
     noted: list[NotedKernel]
 
     def __init__(self, *, shapes_only: bool) -> None:
-        super().__init__("asyncflow.sim", "NumPy as stores of a simulated card use it.")
+        super().__init__("asyncflow.sim", "NumPy as stores of a simulated card use it.", np)
         self.noted = []
         self._shapes_only = shapes_only
         self.add = self._add
@@ -61,14 +61,6 @@ class SimNamespace(ModuleType):
         self.matmul = self._matmul
         self.ndarray = np.ndarray
         self.stack = self._stack
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(np, name)
-        if isinstance(found, type | ModuleType) or not callable(found):
-            return found
-        call = self._noting(found)
-        setattr(self, name, call)
-        return call
 
     def taken(self) -> list[NotedKernel]:
         """Return the noted kernels, and forget them."""

@@ -428,29 +428,29 @@ def op(
     ...     smooth(af.placeholder("float64", (8,)), width=5)
     <Tensor smooth:0 float64[?]>
     """
-    options: dict[str, Any] = {
-        "outputs": outputs,
-        "name": name,
-        "gradient": gradient,
-        "device": device,
-        "cost": cost,
-        "stateful": stateful,
-        "rows": rows,
-        "pure": pure,
-        "batch": batch,
-        "limits": partial(
-            CallLimits,
-            timeout=timeout,
-            retries=retries,
-            retry_on=retry_on,
-            backoff=backoff,
-            max_concurrency=max_concurrency,
-            rate=rate,
-        ),
-    }
-    if function is None:
-        return lambda decorated: CustomOp(decorated, **options)
-    return CustomOp(function, **options)
+    limits = partial(
+        CallLimits,
+        timeout=timeout,
+        retries=retries,
+        retry_on=retry_on,
+        backoff=backoff,
+        max_concurrency=max_concurrency,
+        rate=rate,
+    )
+    made = partial(
+        CustomOp,
+        outputs=outputs,
+        name=name,
+        gradient=gradient,
+        device=device,
+        cost=cost,
+        stateful=stateful,
+        rows=rows,
+        pure=pure,
+        batch=batch,
+        limits=limits,
+    )
+    return made if function is None else made(function)
 
 
 def _leaves_of(outputs: Outputs) -> list[Spec]:
