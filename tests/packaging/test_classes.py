@@ -23,7 +23,7 @@ LARGER: dict[str, tuple[int, int]] = {
     "CudaDevice": (34, 1),
     "Timeline": (29, 1),
     "Progress": (29, 0),
-    "CudaSwapping": (28, 6),
+    "CudaSwapping": (28, 5),
     "SessionOptions": (29, 9),
     "SlicedRegion": (26, 9),
     "GradientBody": (26, 1),

@@ -26,6 +26,10 @@ _EQUAL = 1.001
 """Ratio of times up to which ways count as equally quick; then the way that moves and changes least is taken."""
 
 
+_SETS = 2
+"""Sets of values that move together and are held at a time: one on its way, and one that is saved or read."""
+
+
 class Work(NamedTuple):
     """The time of launched work: on the device, and on the host, which launches ahead; in nanoseconds."""
 
@@ -87,6 +91,8 @@ class LoopFigures:
         room: bytes that the saved values may take.
         copy_ns_per_byte: of a copy, out or back; None where nothing moves.
         start_ns: the host's time for a copy.
+        part_ns: the host's time for one more value in a copy.
+        together: most bytes of several values that move by one copy.
         away: bytes that may be away at a time.
         unseen_ns: the time for which the host may not see that copies out have ended, so that it goes on where there
             is room.
@@ -100,6 +106,8 @@ class LoopFigures:
     room: float
     copy_ns_per_byte: float | None = None
     start_ns: float = 0.0
+    part_ns: float = 0.0
+    together: float = 0.0
     away: float = inf
     unseen_ns: float = 0.0
     checkpoint_bytes: int | None = None
@@ -171,12 +179,17 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     away = int(min(kept * going, figures.away))
     if going:
         share = away / max(kept * going, 1)
-        starts_ns = share * figures.start_ns * (sum(chosen.copies[:moved]) or moved)
+        # Values move together as far as there is room: a set of them leaves, or comes, while another is saved, or read.
+        alone = held + share * _moving(chosen, moved, kept)
+        together = min(figures.together, max(0.0, figures.room - alone) / _SETS, away)
+        values = sum(chosen.copies[:moved]) or moved
+        copies_each = min(values, going / together) if together else values
+        starts_ns = share * (figures.start_ns * copies_each + figures.part_ns * (values - copies_each))
         copies, link_ns = Work(0.0, kept * starts_ns), away * (figures.copy_ns_per_byte or 0.0)
         step_ns = figures.forward.plus(Work(0.0, starts_ns)).ns
         # What is on its way, and what the link has not taken yet when the last iteration saves.
         left = max(0.0, 1 - kept * step_ns / link_ns) if link_ns else 0.0
-        held += share * _moving(chosen, moved, kept) + away * left
+        held = alone + _SETS * together * (copies_each < values) + away * left
         held += kept * going - away  # what has no place to go stays
         unseen = min(kept, figures.unseen_ns / step_ns) * share * going if step_ns else 0.0
         held = max(held, min(held + unseen, figures.room))

@@ -463,6 +463,8 @@ class _Candidate:
             room=room,
             copy_ns_per_byte=None if swapping is None else swapping.ns_per_byte,
             start_ns=0.0 if swapping is None else swapping.start_ns,
+            part_ns=0.0 if swapping is None else swapping.part_ns,
+            together=0.0 if swapping is None else swapping.moves.together,
             away=0.0 if swapping is None else swapping.room,
             unseen_ns=0.0 if self.device.asynchronous is None else _UNSEEN_SLICES * SLICE_NS,
             checkpoint_bytes=segmented.variable_bytes if may else None,

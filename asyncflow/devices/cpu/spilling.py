@@ -60,7 +60,7 @@ class CpuSwapping(Swapping):
         if owner.nbytes != value.nbytes or not (owner.flags.owndata and owner.flags.forc):
             return None
         if owner is value:
-            return Movable(owner, owner, None)
+            return Movable(owner, owner, _whole)
         offset = value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
         return Movable(owner, owner, partial(_view, value.dtype, value.shape, value.strides, offset))
 
@@ -94,7 +94,8 @@ class CpuSwapping(Swapping):
         return self._failure or super().advice()
 
     def _write(self, handle: SavedHandle) -> None:
-        array: Array | None = handle.here
+        held = handle.held
+        array: Array | None = held[0].here if held else None
         if array is None:  # nobody wants it any more
             self.not_sent(handle)
             return
@@ -107,7 +108,7 @@ class CpuSwapping(Swapping):
             self.not_sent(handle)
             return
         there = _Spilled(block, array.dtype, array.shape, is_transposed)
-        del array  # the last reference may be the handle's
+        del array, held  # the last reference may be the handle's
         self.sent(handle, there, perf_counter_ns() - started_ns)
 
     def _read(self, handle: SavedHandle, array: Array) -> None:
@@ -125,7 +126,13 @@ def _bytes(array: Array) -> memoryview:
     return (array if array.flags.c_contiguous else array.T).reshape(-1).view(np.uint8).data
 
 
-def _view(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, owner: Array) -> Array:
-    """A view of an array that has come back."""
+def _whole(owner: Array, start: int) -> Array:
+    return owner
+
+
+def _view(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, owner: Array, start: int
+) -> Array:
+    """A view of an array that has come back; values of a CPU move one by one, so that its bytes start with it."""
     flat = owner if owner.flags.c_contiguous else owner.T
     return np.ndarray(shape, dtype, flat, offset, strides)

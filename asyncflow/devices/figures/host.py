@@ -23,7 +23,7 @@ LAUNCHES: Final[tuple[Launches, ...]] = get_args(Launches)
 
 Call: TypeAlias = Literal[
     "run", "node", "primitive", "step", "view", "region", "launch", "product", "library", "graph", "buffer", "copy",
-    "transfer", "event", "delivery",
+    "part", "transfer", "event", "delivery",
 ]  # fmt: skip
 """The work of a host, by the name of its cost."""
 
@@ -33,6 +33,10 @@ Launch: TypeAlias = Literal["launch", "product", "library"]
 
 _PRIMITIVES = 3
 """Primitives that a loop's variable passes in an iteration: Merge, Switch and NextIteration."""
+
+
+_PART = 0.25
+"""Share of a copy's time that one more value in it takes: of the lines of Python that the stand-in runs for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,11 @@ class Host:
     delivery_s: float
     wake_s: float = 0.0
     source: str = ""
+
+    @property
+    def part_s(self) -> float:
+        """The time of giving a copy of saved values one more of them; reading it is included, as in the copy's."""
+        return _PART * (self.event_s + self.copy_s)
 
     @property
     def transfer_s(self) -> float:

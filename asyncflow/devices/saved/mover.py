@@ -19,8 +19,17 @@ from threading import Condition, Lock
 
 from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded
 from asyncflow.devices.saved.memory_gate import MemoryGate
-from asyncflow.devices.saved.saved_handle import Movable, SavedEntry, SavedHandle, SavedState, Space, SwapCopy
+from asyncflow.devices.saved.saved_handle import (
+    Movable,
+    SavedEntry,
+    SavedHandle,
+    SavedState,
+    SavedValue,
+    Space,
+    SwapCopy,
+)
 from asyncflow.devices.saved.swap import Orders, SavedMoves
+from asyncflow.devices.values import Placed
 from asyncflow.errors import SessionClosedError
 from asyncflow.values import Value
 
@@ -28,9 +37,9 @@ from asyncflow.values import Value
 class _Owner(weakref.ref[object]):
     """A weak reference to the owner of a value's memory, as the value's identity."""
 
-    __slots__ = ("handle", "key")
+    __slots__ = ("key", "value")
 
-    handle: SavedHandle
+    value: SavedValue
     key: int
 
 
@@ -49,15 +58,17 @@ class Mover(ABC):
         moves: says what moves, and when.
         spaces: where values may go.
         waits: True if readers wait until a value is present, and not the streams that use it.
+        together: most bytes of several values that move by one copy.
     """
 
     waits = False
+    together = 0
 
     def __init__(self, account: MemoryAccount, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
         """Begin without values; `ns_per_byte` is what a copy is expected to take, until one has been measured."""
         self.account = account
         self.gate = MemoryGate(account, self)
-        self.moves = SavedMoves(account, self.gate, spaces, ns_per_byte=ns_per_byte)
+        self.moves = SavedMoves(account, self.gate, spaces, ns_per_byte=ns_per_byte, together=self.together)
         self.spaces = spaces
         # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
         self._known: dict[int, _Owner] = {}
@@ -82,11 +93,18 @@ class Mover(ABC):
 
     @abstractmethod
     def send(self, handle: SavedHandle) -> None:
-        """Start to copy ``handle.here`` to ``handle.space``; it ends with `sent` or `not_sent`, never before."""
+        """Start to copy ``handle.held`` to ``handle.space``, one after the other, where `SavedValue.start` says.
+
+        It ends with `sent` or `not_sent`, never before.
+        """
 
     @abstractmethod
     def bring(self, handle: SavedHandle) -> None:
         """Start to copy ``handle.there`` back; it ends with `brought` or `not_brought`, never before."""
+
+    def parts_of(self, there: Placed, start: int) -> tuple[Placed, Placed] | None:
+        """Return the parts of a copy before this byte and from there on; None if no part can come by itself."""
+        return None
 
     @abstractmethod
     def discard(self, there: object) -> None:
@@ -100,8 +118,8 @@ class Mover(ABC):
         """The time of a trace, when a copy has just ended."""
         return self.now_ns()
 
-    def comes_late(self, handle: SavedHandle) -> bool:
-        """Return True if a COMING value will not be there in time for its present reader."""
+    def comes_late(self, handle: SavedHandle, *, was_away: bool) -> bool:
+        """Return True if a COMING value, which may have been AWAY until now, will be there too late for its reader."""
         return True
 
     def sent(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
@@ -119,7 +137,7 @@ class Mover(ABC):
         with self._noted(handle, "h2d", taken_ns), self._locked():
             self.moves.came(handle, taken_ns)
             if handle.state is not SavedState.GONE and here is not None:
-                self.arrives(handle, here, here)
+                self.arrive(handle, here, here)
             self._discard(handle)
 
     def not_brought(self, handle: SavedHandle, error: BaseException) -> None:
@@ -189,7 +207,7 @@ class Mover(ABC):
         while self._released and self._lock.acquire(blocking=False):
             try:
                 while self._released:
-                    self._drop(self._released.popleft().handle)
+                    self._drop(self._released.popleft().value)
             finally:
                 self._lock.release()
 
@@ -221,22 +239,55 @@ class Mover(ABC):
         handle.there = there
         orders = self.moves.left(handle, taken_ns)
         if handle.state is SavedState.AWAY:
-            handle.here = None
+            for value in handle.values:
+                value.here = None
         else:
             self._discard(handle)
         self._start(orders)
 
-    def _drop(self, handle: SavedHandle) -> None:
-        if self.moves.dropped(handle):
-            handle.here = None
+    def _drop(self, value: SavedValue) -> None:
+        handle = value.handle
+        is_last = self.moves.dropped(value)
+        if not value.holders:
+            value.here = None
+        if is_last:
+            handle.values.clear()  # each refers to the handle
             if not handle.copying:  # else at the end of the copy, which reads or writes there
                 self._discard(handle)
 
-    def arrives(self, handle: SavedHandle, owner: object, here: object) -> None:
-        """The device's buffer of a value is `here`; `bring` may say so at once, where streams order what follows."""
-        handle.here = here
+    def _split(self, handle: SavedHandle, room: float) -> bool:
+        """Let the newest values of those that are AWAY together come without the others; return False if none can.
+
+        They are as many as have `room`, and one at least.
+        """
+        held = handle.held
+        count, nbytes = 1, held[-1].nbytes
+        while count < len(held) and nbytes + held[-1 - count].nbytes <= room:
+            count, nbytes = count + 1, nbytes + held[-1 - count].nbytes
+        newest = held[-count:]
+        start = newest[0].start
+        parts = None if count == len(held) else self.parts_of(handle.there, start)
+        if parts is None:
+            return False
+        own = self.moves.split(handle, newest)
+        handle.there, own.there = parts
+        for value in newest:
+            value.start -= start
+        return True
+
+    def arrive(self, handle: SavedHandle, owner: object, here: object) -> None:
+        """The device's buffer of values is `here`; `bring` may say so at once, where streams order what follows."""
+        handle.is_block = True
+        held = handle.held
+        for value in held:
+            value.here = here
+        self.is_in(held[0], owner, here)
+
+    def is_in(self, value: SavedValue, owner: object, here: object) -> None:
+        """Note that `here` is the device's buffer of a value, and `owner` what owns its memory."""
+        value.here = here
         reference = _Owner(owner, self._dies)
-        reference.key, reference.handle = id(owner), handle
+        reference.key, reference.value = id(owner), value
         self._known[reference.key] = reference
 
     def _discard(self, handle: SavedHandle) -> None:

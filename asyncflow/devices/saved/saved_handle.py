@@ -1,4 +1,4 @@
-"""Saved values that may move (`SavedHandle`): their groups by run, their entries in stores, their copies and places."""
+"""Saved values that may move: alone or several together (`SavedHandle`), their runs, stores, copies and places."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SavedGroup:
         key: of the run.
         count: how many were saved so far.
         live: how many of them are not GONE.
-        newest: the last value that always moves, and has not been asked to.
+        newest: the last values that always move, and have not been asked to.
         kept: values that may go once memory is short, the oldest first.
         out: values that have left, or are leaving, the newest last, whichever went first.
         short: memory is for them above this part of the limit.
@@ -100,45 +100,84 @@ class SavedGroup:
 
 # Compared by identity: two saves of equal values are two values, of which one may be away.
 @dataclass(slots=True, eq=False, repr=False)
-class SavedHandle:
-    """A saved value that may move.
+class SavedValue:
+    """One saved value of a `SavedHandle`, with which it moves.
 
     Attributes:
+        handle: moves it; another one once values that cannot move together are taken apart.
         nbytes: its size.
         label: the node that saves it.
-        group: its group.
-        rank: its place there.
-        stride: distance in places to the value that the same node saved before: the values of one iteration.
-        state: where it is; `SavedMoves` alone changes it.
+        rank: its place among the values of its run.
         holders: how many entries of stores refer to it.
-        has_moved: it has left, or was about to, and never will again.
-        space: where it goes or is.
-        copying: a copy of it is in flight.
-        here: the device's buffer, which copies read.
-        there: the copied value.
-        error: why it cannot come back.
-        tag: its iteration, where that is traced.
-        is_late: True if a reader waits for it to come back.
+        here: the device's buffer, which copies read; that of all values of the handle if they came back together.
+        start: where its bytes begin in the copy of all values, and in their buffer once that has come back.
+    """
+
+    handle: SavedHandle
+    nbytes: int
+    label: str
+    rank: int = 0
+    holders: int = 1
+    here: Placed = None
+    start: int = 0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SavedHandle:
+    """Saved values that move together, by one copy; one value, if that is large.
+
+    Attributes:
+        nbytes: their size in all.
+        label: the node that saves the first of them.
+        group: their group.
+        values: the values, in the order of their places; none once all are GONE.
+        live: how many of them a store still refers to.
+        rank: the place of the newest of them, which is read first.
+        stride: distance in places to the value that the same node saved before: the values of one iteration.
+        state: where they are; `SavedMoves` alone changes it.
+        has_moved: they have left, or were about to, and never will again.
+        space: where they go or are.
+        copying: a copy of them is in flight.
+        is_block: they have come back to one buffer.
+        there: the copied values.
+        error: why they cannot come back.
+        tag: the iteration of the first, where that is traced.
+        is_late: True if a reader waits for them to come back.
     """
 
     nbytes: int
     label: str
     group: SavedGroup
+    values: list[SavedValue] = field(default_factory=list)
+    live: int = 1
     rank: int = 0
     stride: int = 1
     state: SavedState = SavedState.KEPT
-    holders: int = 1
     has_moved: bool = False
     space: Space | None = None
     copying: bool = False
-    here: Placed = None
+    is_block: bool = False
     there: Placed = None
     error: BaseException | None = None
     tag: str = ""
     is_late: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.values:
+            self.values.append(SavedValue(self, self.nbytes, self.label))
+
     def __repr__(self) -> str:
         return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"
+
+    @property
+    def held(self) -> list[SavedValue]:
+        """The values that a store refers to."""
+        return [value for value in self.values if value.holders]
+
+    @property
+    def is_here(self) -> bool:
+        """True if the device has a buffer of them."""
+        return any(value.here is not None for value in self.values)
 
 
 class Movable(NamedTuple):
@@ -148,25 +187,25 @@ class Movable(NamedTuple):
     """Sole owner of the value's memory, as its identity; it can be referred to weakly."""
     buffer: object
     """Object that the device copies: the owner, or another one."""
-    view: Callable[[Placed], Value] | None
-    """Gives the value for a buffer that has come back; None where it is the buffer."""
+    view: Callable[[Placed, int], Value]
+    """Gives the value for a buffer, and the number of the byte where it begins there."""
 
 
 class SavedEntry:
     """An entry of a store in place of a value that may move.
 
     Attributes:
-        handle: of the value, which several entries may share.
+        value: the value, to which several entries may refer.
         nbytes: its size.
-        view: gives the value for a buffer that has come back; None where it is the buffer.
+        view: see `Movable`.
         rank: place of this save among the run's saves.
     """
 
-    __slots__ = ("handle", "nbytes", "rank", "view")
+    __slots__ = ("nbytes", "rank", "value", "view")
 
-    def __init__(self, handle: SavedHandle, nbytes: int, view: Callable[[Placed], Value] | None, rank: int) -> None:
-        self.handle = handle
-        self.nbytes = nbytes
+    def __init__(self, value: SavedValue, view: Callable[[Placed, int], Value], rank: int) -> None:
+        self.value = value
+        self.nbytes = value.nbytes
         self.view = view
         self.rank = rank
 

@@ -136,8 +136,18 @@ class SimDevice(Timeline):
         return f"<SimDevice {self.name}, {self.card.name}>"
 
     def _make_room(self, nbytes: float) -> bool:
-        """Free up to `nbytes` held for other streams, or by graphs that can be made again; True if any were freed."""
-        has_freed = self.hand_over(nbytes)
+        """Free up to `nbytes` of leaving values, or held for other streams, or by graphs that can be made again.
+
+        Returns True if any were freed.
+        """
+        before = self.memory.used
+        with self.memory.at_once():
+            if isinstance(self.swapping, SimSwapping):
+                self.swapping.leave_early(nbytes)
+        has_freed = self.memory.used < before
+        missing = nbytes - before + self.memory.used
+        if missing > 0:
+            has_freed |= self.hand_over(missing)
         graphs = [cache for cache, memory in self.machine.graphs.items() if memory is self.memory]
         with self.memory.at_once():  # a kernel may be running, at whose end freed bytes would count
             has_freed |= free_graphs(graphs, lambda: self.memory.has_room(nbytes))
@@ -253,7 +263,7 @@ class SimDevice(Timeline):
         self.machine.check()
         is_last = value.written.stream in self.compute_streams and not value.followers
         stream = value.written.stream if is_last and self._is_in_order(value.nbytes, self.d2h) else self.d2h
-        self.when_over(self.copy_out(value, stream), self._told, _deliver_copy, value, deliver)
+        self.when_over(self.copy_out(value, stream=stream), self._told, _deliver_copy, value, deliver)
 
     def copy_state_out(self, nbytes: int, name: str, deliver: Deliver) -> None:
         """Take the time of a copy of so much state to the host, behind all that has written state by now."""
@@ -385,15 +395,21 @@ class SimDevice(Timeline):
             return not value.shape and (leaves_numbers or value.dtype.kind in "biu")
         return stays_on_host(value) or (leaves_numbers and np.ndim(value) == 0)
 
-    def copy_out(self, value: SimArray, stream: SimStream | None = None) -> SimEvent:
-        """Copy an array to the host, on ``d2h`` or another stream."""
+    def copy_out(self, value: SimArray, *others: SimArray, stream: SimStream | None = None) -> SimEvent:
+        """Copy arrays to the host, on ``d2h`` or another stream, by one copy."""
         stream = stream or self.d2h
-        self._pack(value)
-        self.settle_on(stream, value)
-        self.order(stream, (value.written,))
+        values = value, *others
+        for each in values:
+            self._pack(each)
+            self.order(stream, (each.written,))
+        self.settle_on(stream, value)  # one event for all: the newest writer's is behind the others'
         lanes = (self._engine_out, self.machine.lane(f"{self.name} to host"))
-        event = self._copy(stream, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name, role="d2h")
-        self._read(value, event)
+        nbytes = sum(each.nbytes for each in values)
+        if others:
+            self.thread.spend("part", len(others))
+        event = self._copy(stream, lanes, self._host_copy_s(nbytes), nbytes, value.name, role="d2h")
+        for each in values:
+            self._read(each, event)
         return event
 
     def copied_in(
@@ -405,13 +421,19 @@ class SimDevice(Timeline):
         after: SimEvent | None,
         call: Literal["copy", "transfer"] = "copy",
         stream: SimStream | None = None,
+        parts: int = 1,
     ) -> SimArray:
-        """An array of the host on the device, copied on ``h2d`` or `stream`; `call` is what the host does for it."""
+        """An array of the host on the device, copied on ``h2d`` or `stream`; `call` is what the host does for it.
+
+        It may consist of the `parts` of several saved values.
+        """
         stream = stream or self.h2d
         self._own_memory(stream)
         if after is not None:
             self.order(stream, (after,))
         nbytes = math.prod(shape) * dtype.itemsize
+        if parts > 1:
+            self.thread.spend("part", parts - 1)
         lanes = (self._engine_in, self.machine.lane(f"host to {self.name}"))
         event = self._copy(stream, lanes, self._host_copy_s(nbytes), nbytes, name, call, "h2d")
         return self._filled(data, dtype, shape, event, name)

@@ -248,12 +248,18 @@ class Timeline(LaunchingDevice[SimStream]):
         with memory.at_once():
             for event, held in [*self._held.items()]:
                 if before - memory.used < nbytes and event.stream in self._roles:
-                    self._follow(event, held)
-                    held.clear()
+                    self.let_go(event, held)
             for event in [*landing]:
                 if before - memory.used < nbytes and landing[event].home is own:
                     self._follow(event, [landing.pop(event)])
         return memory.used < before
+
+    def let_go(self, event: SimEvent, held: _HeldStorages | None = None) -> None:
+        """Free memory that is held until an event: streams in whose order it is used again wait for that instead."""
+        held = self._held.get(event) if held is None else held
+        if held is not None:
+            self._follow(event, held)
+            held.clear()
 
     def _follow(self, event: SimEvent, storages: Iterable[Storage]) -> None:
         for pool in {storage.pool for storage in storages}:

@@ -28,7 +28,7 @@ from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import Deliver, Placed, Spans
@@ -349,25 +349,52 @@ class CudaCopies:
     # -- saved values --------------------------------------------------------------------------------------------
 
     def move_out(
-        self, value: CudaArray, buffer: PinnedBuffer, name: str, done: Callable[[BaseException | None], None]
-    ) -> tuple[Landing, CudaEvent]:
-        """Copy all of an array's memory to the host, where that is `buffer`; what keeps it until then, and the end.
+        self,
+        values: Sequence[tuple[CudaArray, int]],
+        buffer: PinnedBuffer,
+        name: str,
+        done: Callable[[BaseException | None], None],
+    ) -> tuple[list[Landing], CudaEvent]:
+        """Copy all memory of arrays to `buffer`, each to its place there; what keeps it until then, and the end.
 
-        ``done(error)`` is called once the copy has ended. Both ends are kept until then, the array's as `Landing` says.
+        ``done(error)`` is called once the copies have ended. Both ends are kept until then, arrays as `Landing` says.
         """
-        memory = value.array.data.mem
-        landing = Landing(value.array, home_of(value.array) or self._device.compute)
-        value.order(self._d2h)
-        self._copy(self._d2h, buffer.ptr, memory.ptr, memory.size, self._runtime.memcpyDeviceToHost, name)
-        return landing, self._d2h.conclude(done, landing, buffer)
+        d2h, kind, compute = self._d2h, self._runtime.memcpyDeviceToHost, self._device.compute
+        landings: list[Landing] = []
+        copies: list[tuple[int, int, int]] = []
+        streams: set[CudaStream] = set()
+        for value, start in values:
+            array, memory = value.array, value.array.data.mem
+            landings.append(Landing(array, home_of(array) or compute))
+            copies.append((buffer.ptr + start, memory.ptr, memory.size))
+            if value.is_recorded:
+                value.order(d2h)
+            else:  # one event of its stream is behind the writers of all such values
+                streams.add(value.stream)
+        for stream in streams:
+            d2h.wait(stream.record())
+        d2h.work.given += len(copies)
+        with self._card, self._device.timed(d2h, name, sum(nbytes for _, _, nbytes in copies)):
+            for target, origin, nbytes in copies:
+                self._runtime.memcpyAsync(target, origin, nbytes, kind, d2h.raw.ptr)
+        self._device.launched += _LAUNCHES - 1 + len(copies)
+        self._device.memory.requests.copies += len(copies)
+        return landings, d2h.conclude(done, *landings, buffer)
 
     def move_in(
-        self, array: CupyArray, buffer: PinnedBuffer, name: str, done: Callable[[BaseException | None], None]
+        self,
+        array: CupyArray,
+        buffer: PinnedBuffer,
+        start: int,
+        name: str,
+        done: Callable[[BaseException | None], None],
     ) -> CudaArray:
-        """Copy what `move_out` has left in `buffer` to new memory; the value knows its event, and work may use it."""
+        """Copy what `move_out` has left in `buffer`, from a byte on, to new memory; the value knows its event, and
+        work may use it.
+        """
         self._own(self._h2d)
         landing = Landing(array, self._device.compute)
-        self._copy(self._h2d, array.data.ptr, buffer.ptr, array.nbytes, self._runtime.memcpyHostToDevice, name)
+        self._copy(self._h2d, array.data.ptr, buffer.ptr + start, array.nbytes, self._runtime.memcpyHostToDevice, name)
         landed = self._h2d.conclude(done, landing, buffer)
         return CudaArray(array, self._device, self._h2d, name, landed, landing)
 

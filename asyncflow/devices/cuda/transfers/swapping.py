@@ -33,7 +33,7 @@ from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed, Shape, recording
 from asyncflow.devices.saved.saved_handle import Movable, SavedEntry, SavedHandle, SavedState, Space
 from asyncflow.devices.saved.spill import SpillBlock, SpillFile
-from asyncflow.devices.saved.swap import Orders
+from asyncflow.devices.saved.swap import TOGETHER, Orders
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.swapping import Swapping
 from asyncflow.streams.cuda.stream import CudaEvent, active
@@ -50,18 +50,21 @@ _NS_PER_BYTE = 1e9 / 20e9
 
 
 class _OnHost(NamedTuple):
-    """A value in pinned memory, or passing it on the way to the file; `written` if the copy to there may not have
-    ended.
+    """Values in pinned memory, or passing it on the way to the file; `written` if the copy to there may not have ended.
+
+    They may be a part of the buffer, `nbytes` from `start` on.
     """
 
     buffer: PinnedBuffer
+    nbytes: int
     written: CudaEvent | None = None
+    start: int = 0
 
 
 class _Flight(NamedTuple):
     """A copy out that has not ended."""
 
-    landing: Landing
+    landings: list[Landing]
     ended: CudaEvent
     there: _OnHost
 
@@ -69,11 +72,14 @@ class _Flight(NamedTuple):
 class CudaSwapping(Swapping):
     """Moves saved values of a CUDA device to the host's memory, and to a file beyond its limit."""
 
+    together = TOGETHER
+
     def __init__(self, device: CudaDevice, host: Space, directory: str | None) -> None:
         """Args: the device, and where values go: the host's memory, and the spill file's directory if there is one."""
         spaces = [host] if directory is None else [host, Space("disk")]
         super().__init__(device.memory, spaces, ns_per_byte=_NS_PER_BYTE)
         self.start_ns = DEFAULT_HOST.swap_s * 1e9
+        self.part_ns = DEFAULT_HOST.part_s * 1e9
         self._device = device
         self._ndarray = device.cupy.ndarray
         self._file = None if directory is None else SpillFile(directory)
@@ -82,7 +88,7 @@ class CudaSwapping(Swapping):
         self._flights: dict[SavedHandle, _Flight] = {}
         self._absent: set[SavedHandle] = set()
         self._wanted: SavedHandle | None = None
-        self._is_bringing = self._is_bringing_wanted = self._was_away = False
+        self._is_bringing = self._is_bringing_wanted = False
         self._last_end_ns = 0
 
     # -- what can move -------------------------------------------------------------------------------------------
@@ -101,22 +107,27 @@ class CudaSwapping(Swapping):
         view = partial(self._view, value.dtype, value.shape, value.strides, value.data.ptr - memory.ptr)
         return Movable(lease, CudaArray(value, self._device, stream, ""), view)
 
-    def _view(self, dtype: DType, shape: Shape, strides: tuple[int, ...], offset: int, here: CudaArray) -> CupyArray:
+    def _view(
+        self, dtype: DType, shape: Shape, strides: tuple[int, ...], offset: int, here: CudaArray, start: int
+    ) -> CupyArray:
         """The array itself, which work given to the active stream finds there."""
         device = self._device
         stream = active.stream or device.compute
         here.order(stream)
         device.hold(stream, here.array)
-        pointer = device.cupy.cuda.memory.MemoryPointer(here.array.data.mem, offset)
+        pointer = device.cupy.cuda.memory.MemoryPointer(here.array.data.mem, start + offset)
         return self._ndarray(shape, dtype, pointer, strides)
 
     # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, handle: SavedHandle) -> None:
-        """Copy the value out, after its writer, once there is pinned memory; to the file if the host has no more
+        """Copy the values out, after their writers, once there is pinned memory; to the file if the host has no more
         room.
         """
-        nbytes = _size(handle.here)
+        nbytes = 0
+        for value in handle.held:
+            value.start = nbytes
+            nbytes += _size(value.here)
         assert handle.space is not None
         if handle.space.name == "host":
             self._passage.with_room(nbytes, partial(self._leave, handle, 0))
@@ -124,16 +135,19 @@ class CudaSwapping(Swapping):
             self._passage.enter(nbytes, partial(self._passage.with_room, nbytes, partial(self._leave, handle, nbytes)))
 
     def _leave(self, handle: SavedHandle, passing: int, buffer: PinnedBuffer | None) -> None:
-        here: CudaArray | None = handle.here
-        if buffer is not None and here is not None and handle.state is SavedState.LEAVING:
-            done = partial(self._is_out, handle, _OnHost(buffer), passing, perf_counter_ns())
+        # Some may have been dropped since, whose room stays empty.
+        held = [] if buffer is None or handle.state is not SavedState.LEAVING else handle.held
+        if buffer is not None and held:
+            there = _OnHost(buffer, buffer.nbytes)
+            done = partial(self._is_out, handle, there, passing, perf_counter_ns())
+            arrays: list[tuple[CudaArray, int]] = [(value.here, value.start) for value in held]
             try:
                 with recording(self._device, None):  # `Swapping` notes the copy
-                    landing, ended = self._device.copies.move_out(here, buffer, handle.label, done)
+                    landings, ended = self._device.copies.move_out(arrays, buffer, handle.label, done)
             except RuntimeError as error:
                 self._passage.failure = f"a copy of {handle.label!r} to the host failed: {self._device.cause_of(error)}"
             else:
-                self._flights[handle] = _Flight(landing, ended, _OnHost(buffer, ended))
+                self._flights[handle] = _Flight(landings, ended, there._replace(written=ended))
                 return
         self._later(self._stays, handle, passing)
 
@@ -183,14 +197,14 @@ class CudaSwapping(Swapping):
     def bring(self, handle: SavedHandle) -> None:
         """Copy the value in, to new memory; from the file once a thread has read it."""
         there, is_on_host = handle.there, type(handle.there) is _OnHost
-        nbytes = there.buffer.nbytes if is_on_host else there.nbytes
+        nbytes = there.nbytes
         self._is_bringing, self._is_bringing_wanted = True, handle is self._wanted
         try:
             array = self._device.copies.new((nbytes,), np.dtype(np.uint8), handle.label)
             if is_on_host:
                 if there.written is not None:
                     self._device.h2d.wait(there.written)
-                self._come(handle, array, there.buffer)
+                self._come(handle, array, there.buffer, there.start)
         except RuntimeError as error:
             raise self._device.cause_of(error)  # noqa: B904 - which has its cause
         finally:
@@ -200,13 +214,20 @@ class CudaSwapping(Swapping):
                 nbytes, partial(self._passage.with_room, nbytes, partial(self._read, handle, array)), is_first=True
             )
 
-    def _come(self, handle: SavedHandle, array: CupyArray, buffer: PinnedBuffer) -> None:
-        done = partial(self._is_in, handle, perf_counter_ns())
-        with recording(self._device, None):
-            here = self._device.copies.move_in(array, buffer, handle.label, done)
-        self.arrives(handle, array.data.mem._owner, here)
+    def parts_of(self, there: Placed, start: int) -> tuple[Placed, Placed] | None:
+        """See `Mover`; a block of the file has one checksum, and is read whole."""
+        if type(there) is not _OnHost:
+            return None
+        buffer, nbytes, written, begin = there
+        return _OnHost(buffer, start, written, begin), _OnHost(buffer, nbytes - start, written, begin + start)
 
-    def _is_in(self, handle: SavedHandle, started_ns: int, error: BaseException | None) -> None:
+    def _come(self, handle: SavedHandle, array: CupyArray, buffer: PinnedBuffer, start: int = 0) -> None:
+        done = partial(self._has_come, handle, perf_counter_ns())
+        with recording(self._device, None):
+            here = self._device.copies.move_in(array, buffer, start, handle.label, done)
+        self.arrive(handle, array.data.mem._owner, here)
+
+    def _has_come(self, handle: SavedHandle, started_ns: int, error: BaseException | None) -> None:
         taken_ns = self._taken_ns(started_ns)
         if error is None:
             self.brought(handle, taken_ns)
@@ -248,14 +269,14 @@ class CudaSwapping(Swapping):
         """See `Swapping`; a value in the file is asked for, if it was not, and `throttle` pauses until it is there."""
         values: Placed = store.value if type(store) is CudaOpaque else store
         entry = None if number is None or self._file is None else values.log[number]
-        if type(entry) is SavedEntry and self._is_in_file(entry.handle):
-            handle = entry.handle
+        if type(entry) is SavedEntry and self._is_in_file(entry.value.handle):
+            handle = entry.value.handle
             with self._locked():
                 try:
                     self._start(self.moves.wanted(handle, self.now_ns(), entry.rank), handle)
                 except MemoryLimitExceeded as error:
                     handle.error = copy(error)  # without what led here
-                if handle.state is SavedState.COMING and handle.here is None:
+                if handle.state is SavedState.COMING and not handle.is_here:
                     self._absent.add(handle)
                     return True
         return super().must_wait(values, number) and not self._hurry(None)
@@ -263,7 +284,7 @@ class CudaSwapping(Swapping):
     def _is_in_file(self, handle: SavedHandle) -> bool:
         if type(handle.there) is not SpillBlock or handle.error is not None:
             return False
-        return handle.state is SavedState.AWAY or (handle.state is SavedState.COMING and handle.here is None)
+        return handle.state is SavedState.AWAY or (handle.state is SavedState.COMING and not handle.is_here)
 
     @property
     def is_held_up(self) -> bool:
@@ -336,9 +357,10 @@ class CudaSwapping(Swapping):
         flight = self._flights[handle]
         if handle.state is SavedState.KEPT:  # it was wanted meanwhile: its memory is in use
             return False
-        home = flight.landing.home
-        home.wait(flight.ended)
-        flight.landing.awaited_by(home)
+        for home in {landing.home for landing in flight.landings}:
+            home.wait(flight.ended)
+        for landing in flight.landings:
+            landing.awaited_by(landing.home)
         del self._flights[handle]
         self._has_left(handle, flight.there, None)
         return True
@@ -354,9 +376,9 @@ class CudaSwapping(Swapping):
         """The time of the host, which launches."""
         return perf_counter_ns()
 
-    def comes_late(self, handle: SavedHandle) -> bool:
+    def comes_late(self, handle: SavedHandle, *, was_away: bool) -> bool:
         """Return True if the value was not asked for ahead: the host does not know how far streams will be by then."""
-        return self._was_away
+        return was_away
 
     def advice(self) -> str:
         """The failure of a copy, of pinning or of the file, if there was one."""
@@ -383,7 +405,6 @@ class CudaSwapping(Swapping):
 
     def _start(self, orders: Orders, wanted: SavedHandle | None = None) -> None:
         self._wanted = wanted
-        self._was_away = any(handle is wanted for handle in orders.into)
         try:
             super()._start(orders, wanted)
         finally:
