@@ -211,7 +211,7 @@ class Prepared(NotPickled):
     _instead = "it belongs to a session of this process; prepare it in the other one"
 
     def __init__(
-        self, run: Callable[..., Awaitable[Nest]], call: Call, capture: Callable[..., Awaitable[None]] | None = None
+        self, run: Callable[..., Coroutine[object, object, Nest]], call: Call, capture: Callable[..., Awaitable[None]] | None = None
     ) -> None:
         self._run = run  # `Session.run_call`
         self._capture = capture  # `Runs.capture`, for a call that captures ahead
@@ -223,7 +223,7 @@ class Prepared(NotPickled):
         names = ", ".join(tensor.name for tensor in self._call.request.feeds)
         return f"<Prepared ({names}) -> {len(self._call.request.fetches)} fetches>"
 
-    async def __call__(
+    def __call__(
         self,
         *values: Value,
         timeout: float | None = None,
@@ -231,11 +231,19 @@ class Prepared(NotPickled):
         allow_dead: bool = False,
         atomic: bool = False,
         priority: int = 0,
-    ) -> Nest:
+    ) -> Coroutine[object, object, Nest]:
         """Run with these values, in the order of the prepared feeds; otherwise as `Session.run`."""
-        if self._capture is not None and len(self._known) < MOST_KEYS:
+        terms = timeout, trace, allow_dead, atomic, priority
+        if self._capture is not None:
+            return self._captured(self._capture, values, terms)
+        return self._run(self._call, values, *terms)
+
+    async def _captured(
+        self, capture: Callable[..., Awaitable[None]], values: Sequence[Value], terms: tuple[object, ...]
+    ) -> Nest:
+        if len(self._known) < MOST_KEYS:
             kinds = tuple([(type(x), getattr(x, "dtype", None), getattr(x, "shape", x)) for x in values])
             if kinds not in self._known:
                 self._known.add(kinds)
-                await self._capture(self._call, values)
-        return await self._run(self._call, values, timeout, trace, allow_dead, atomic, priority)
+                await capture(self._call, values)
+        return await self._run(self._call, values, *terms)

@@ -11,9 +11,8 @@ from collections import deque
 from typing import Protocol
 from weakref import ref
 
-import numpy as np
-
 from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
+from asyncflow.runtime.executor.kernels.single_call import quiet_context
 from asyncflow.streams.loop import burst_clock, clock_of
 
 BURST_NS = 1_000_000
@@ -40,7 +39,7 @@ class Flushed(Protocol):
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_batches", "_burst_end", "_queue", "_scheduled", "clock", "limited", "loop", "now", "number")
+    __slots__ = ("_batches", "_burst_end", "_queue", "_quiet", "_scheduled", "clock", "limited", "loop", "now", "number")
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.loop = loop
@@ -49,6 +48,7 @@ class Turn:
         self.clock = clock_of(loop)
         """Clock in nanoseconds, as a trace shows them."""
         self._queue: deque[Driven] = deque()
+        self._quiet = quiet_context()
         self._scheduled = False
         self._burst_end = 0
         self.number = 0
@@ -73,9 +73,8 @@ class Turn:
         if not self.has_time():
             self.enqueue(driven)
             return
-        with np.errstate(all="ignore"):
-            more = driven.drive(self._burst_end)
-        if more:
+        # A copy, as a run may be driven from inside another, and no context is entered twice.
+        if self._quiet.copy().run(driven.drive, self._burst_end):
             self.enqueue(driven)
 
     def drive_in_caller(self, driven: Driven) -> None:
@@ -85,9 +84,7 @@ class Turn:
         next pass, and to be woken again, for ever while other runs are always ready.
         """
         self.has_time()  # or else this begins a pass
-        with np.errstate(all="ignore"):
-            more = driven.drive(max(self._burst_end, self.now() + BURST_NS // 8))
-        if more:
+        if self._quiet.copy().run(driven.drive, max(self._burst_end, self.now() + BURST_NS // 8)):
             self.enqueue(driven)
 
     @property
@@ -129,14 +126,11 @@ class Turn:
         end = self.now() + BURST_NS
         goes_on = True
         while goes_on:
-            if queue:
-                # In a graph, infinities and NaN are values: no floating-point warnings.
-                with np.errstate(all="ignore"):
-                    while queue and self.now() < end:
-                        driven = queue.popleft()
-                        driven.is_queued = False
-                        if driven.drive(end):
-                            self.enqueue(driven)
+            while queue and self.now() < end:
+                driven = queue.popleft()
+                driven.is_queued = False
+                if self._quiet.copy().run(driven.drive, end):
+                    self.enqueue(driven)
             # Who was computed alone goes on in this pass: to wait for the next would cost more than it brings together.
             goes_on = batches is not None and batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
         if queue:

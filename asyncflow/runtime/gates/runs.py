@@ -15,8 +15,6 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.devices.captures import WARM_UPS
 from asyncflow.errors import AsyncflowError, SessionClosedError
@@ -35,12 +33,11 @@ from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.bodies import Bodies
 from asyncflow.runtime.shared.pools import Pools
 from asyncflow.runtime.shared.vertex_pools import VertexPools
-from asyncflow.runtime.values.copies import CopyThread
+from asyncflow.runtime.values.copies import CopyThread, has_large
 from asyncflow.runtime.values.feeds import at_hand
 from asyncflow.runtime.values.fetches import user_value
 from asyncflow.runtime.values.foreign_feeds import as_of_now
 from asyncflow.runtime.watch.trace import Trace, current_trace, write_trace
-from asyncflow.state.variables.immutable import LARGE_BYTES
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 
@@ -77,8 +74,8 @@ class _GatedCall(Passed):
         taken: the elements that its run has taken and gives back if it ends early.
     """
 
-    call: Call
-    ask: Ask
+    call: Call = field(kw_only=False)
+    ask: Ask = field(kw_only=False)
     plan: Plan | None = None
     waits: bool = False
     allow_dead: bool = False
@@ -184,12 +181,24 @@ class Runs:
                 if type(found) is list:
                     return call.result(plan, found, allow_dead=allow_dead)
                 begun = cast("Begun | None", found)
-        ask = Ask(
-            asked_s=asked_s, timeout=timeout, trace=recorder, priority=priority, atomic=atomic, staying=call.staying
-        )
-        passing = _GatedCall(
-            call=call, ask=ask, plan=plan, waits=waits, allow_dead=allow_dead, is_wanted=is_wanted, begun=begun
-        )
+        ask = Ask(asked_s, timeout, recorder, priority, atomic, None, call.staying)
+        ticket = None if begun is not None else self._enter(call.plan, ask, values)
+        is_free = ticket is None and begun is None and is_wanted is None
+        if plan is not None and is_free and self._may_pass(plan, ask):
+            if checked is None:
+                checked, waits = call.check(values)
+            if not (waits or plan.survey.read_on_host):
+                self._calls += 1
+                try:
+                    fetched = await in_flight.start(plan, checked, ask).wait()
+                    if has_large(fetched):
+                        fetched = await self.copies.of_results(fetched)
+                finally:
+                    self._calls -= 1
+                    in_flight.tell_ended()
+                return call.result(plan, fetched, allow_dead=allow_dead)
+        passing = _GatedCall(call, ask, ticket=ticket, begun=begun, plan=plan, waits=waits)
+        passing.allow_dead, passing.is_wanted = allow_dead, is_wanted
         if checked is not None:
             passing.values, passing.is_checked = checked, True
         return await self._passed(
@@ -211,10 +220,8 @@ class Runs:
                     else:
                         work = self._carefully(plan, passing)
                     fetched = await work
-                    for value in fetched:
-                        if type(value) is np.ndarray and value.nbytes > LARGE_BYTES:
-                            fetched = await self.copies.of_results(fetched)
-                            break
+                    if has_large(fetched):
+                        fetched = await self.copies.of_results(fetched)
                     if self.memory_turns is not None:
                         in_flight.hand_over(fetched)
                     if passing.is_wanted is not None and not passing.is_wanted():
@@ -232,8 +239,7 @@ class Runs:
             raise
         finally:
             self._calls -= 1
-            if in_flight.ended is not None:
-                in_flight.ended.set()
+            in_flight.tell_ended()
         if passing.taken is not None:
             passing.taken.settle(None)
         return passing.call.result(plan, fetched, allow_dead=passing.allow_dead)
@@ -255,7 +261,7 @@ class Runs:
         channel, asked_s = Channel(in_flight.turn.loop), in_flight.turn.loop.time()
         recorder = trace or current_trace()
         asked = Ask(asked_s=asked_s, timeout=timeout, trace=recorder, priority=priority, emitter=channel)
-        passing = _GatedCall(call=call, ask=asked)
+        passing = _GatedCall(call, asked, ticket=self._enter(call.plan, asked, values))
         run: Run | None = None
         self._calls += 1
         try:
@@ -327,12 +333,23 @@ class Runs:
 
     # -- gates ---------------------------------------------------------------------------------------------------
 
+    def _enter(self, plan: Plan | None, ask: Ask, values: Sequence[Value], calls: int = 0) -> AdmissionTicket | None:
+        """Return the ticket of a call (`Admission.enter`), before anything is copied; `calls` count it, once it does."""
+        if self.admission is None:
+            return None
+        in_flight = self.in_flight
+        return self.admission.enter(plan, ask, values, in_flight.turn, calls or self._calls + 1, in_flight.begun)
+
+    def _may_pass(self, plan: Plan, ask: Ask) -> bool:
+        """Return True if all gates behind admission are open to a run, which has nothing to give back at its end."""
+        survey = plan.survey
+        if ask.atomic or self.in_flight.atomic.claims or survey.takes or self.memory_turns is not None:
+            return False
+        return ask.timeout is None or not survey.only_awaits
+
     async def _open(self, passing: _GatedCall, values: Sequence[Value]) -> tuple[Plan, list[Value] | None]:
         """Comes back when a run may start, with its plan; and with its fetched values, if it is over by then."""
         ask, in_flight, admission = passing.ask, self.in_flight, self.admission
-        if admission is not None and passing.begun is None:  # before anything is copied
-            turn, known = in_flight.turn, passing.call.plan
-            passing.ticket = admission.enter(known, ask, values, turn, self._calls, in_flight.begun)
         if not passing.is_checked:
             passing.values, passing.waits = passing.call.check(values)
             passing.is_checked = True
@@ -348,8 +365,7 @@ class Runs:
                     return plan, found
                 passing.begun = cast("Begun | None", found)
             if admission is not None and admission.is_auto and passing.ticket is None and passing.begun is None:
-                turn, values = in_flight.turn, passing.values
-                passing.ticket = admission.enter(plan, ask, values, turn, self._calls, in_flight.begun)
+                passing.ticket = self._enter(plan, ask, passing.values, self._calls)
                 if passing.ticket is not None and passing.ticket.turn is not None:
                     passing.take_now()
                     await admission.wait(passing.ticket)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from asyncflow.compiler.memory_advice import memory_advice
 from asyncflow.errors import DeadlineExceeded, InternalError, OutOfMemoryError, SessionClosedError
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.values import Value
 
+
+_NO_MEETING: Final = Rendezvous()
+"""Of runs with a single partition, which stays empty."""
 
 _MOST_TOLD = 5
 """Maximum number of waiting firings listed in a message."""
@@ -87,7 +90,7 @@ class Run:
     """The run, as seen by runs requested inside it."""
     context: Context = field(default_factory=copy_context)
     """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
-    rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
+    rendezvous: Rendezvous = field(init=False)
     """Meeting point of the partitions."""
     survey: Survey = field(init=False)
     """States and nodes that it touches."""
@@ -149,6 +152,7 @@ class Run:
         self.survey = plan.survey
         self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions, self._plan = plan.partitions, plan
+        self.rendezvous = Rendezvous() if len(plan.partitions) > 1 else _NO_MEETING
         if plan.lone_firing is not None and self.trace is None:
             self.executors.append(LoneFiring(plan.lone_firing, self, self.devices[plan.partitions[0].device]))
             return
@@ -172,6 +176,9 @@ class Run:
                 return
             self.part.deadline_s = asked_s + timeout
             self._timer = self.turn.loop.call_at(self.part.deadline_s, self._expire, timeout)
+        if len(self.executors) == 1 and not self.in_caller:  # most runs
+            self.executors[0].start(feeds)
+            return
         self.is_in_caller = self.in_caller
         # The first partition may be quiet before the second one has begun: only then is it known what is left.
         self._is_busy = len(self.executors) > 1
@@ -269,6 +276,8 @@ class Run:
             except BaseException as error:
                 self.is_stopped = True
                 self.executors[0].failures.append((self.turn.count(), -1, error))
+        if not self.is_stopped and cancelled is None:
+            return self._results()
         failure = self._first_failure() if self.is_stopped else None
         if isinstance(failure, OutOfMemoryError):
             for advice in memory_advice(failure, self._plan, self.devices):
@@ -282,7 +291,12 @@ class Run:
                 raise failure
         finally:
             del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
+        return self._results()
+
+    def _results(self) -> list[Value]:
         results = self.executors[0].scheduler.results
+        if len(self.executors) == 1 and not self.stayed:
+            return results
         for executor, partition in zip(self.executors, self._partitions, strict=True):
             scheduler = executor.scheduler
             if scheduler.results is not results:

@@ -260,8 +260,6 @@ class SharedWorks:
         self.batches.bodies.starter.tell_ended()
 
 
-def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
-    """Yield keys that are equal for members whose shared values are the same."""
-    for value, own in zip(inputs, has_rows, strict=True):
-        if not own:
-            yield identity_of(value)
+def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> list[Hashable]:
+    """Return keys that are equal for members whose shared values are the same."""
+    return [identity_of(value) for value, own in zip(inputs, has_rows, strict=True) if not own]

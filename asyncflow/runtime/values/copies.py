@@ -20,6 +20,14 @@ from asyncflow.streams.loop import is_virtual
 from asyncflow.values import Value
 
 
+def has_large(values: Sequence[Any]) -> bool:
+    """Return True if some value is too large to be copied on the event loop."""
+    for value in values:  # a generator would take twice as long
+        if type(value) is np.ndarray and value.nbytes > LARGE_BYTES:
+            return True
+    return False
+
+
 class CopyThread(ThreadStream):
     """Makes the copies, on a thread that starts with the first one: the application's pool may be full.
 

@@ -57,7 +57,8 @@ class PlaceInLine:
             self.wake = wake
             if self.is_called:
                 state.to_wake.append(wake)
-        state.wake_called()
+        if state.to_wake:
+            state.wake_called()
 
     def do_beside(self, start: Callable[[Callable[[], None]], None]) -> None:
         """Pass ``work`` to ``start``, now or later, to be called on a thread where it may take long."""
@@ -223,19 +224,21 @@ class LinedState:
         if not self.to_wake or self._is_waking:
             return
         with self.lock:
-            is_first, self._is_waking = not self._is_waking, True
-        while is_first:
-            with self.lock:
-                if not self.to_wake:
-                    self._is_waking = False
-                    return
-                wake = self.to_wake.popleft()
+            if not self.to_wake or self._is_waking:
+                return
+            self._is_waking, wake = True, self.to_wake.popleft()
+        while True:
             try:
                 wake()
             except BaseException:  # such as KeyboardInterrupt: the others are woken all the same
                 self._is_waking = False
                 self.wake_called()
                 raise
+            with self.lock:
+                if not self.to_wake:
+                    self._is_waking = False
+                    return
+                wake = self.to_wake.popleft()
 
     def forget_lines(self) -> None:
         """Forget the lines after a fork: waiting code is in the parent, which may have held the lock."""
