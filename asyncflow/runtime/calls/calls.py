@@ -28,7 +28,7 @@ from asyncflow.runtime.values.fetches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
@@ -211,7 +211,10 @@ class Prepared(NotPickled):
     _instead = "it belongs to a session of this process; prepare it in the other one"
 
     def __init__(
-        self, run: Callable[..., Coroutine[object, object, Nest]], call: Call, capture: Callable[..., Awaitable[None]] | None = None
+        self,
+        run: Callable[..., Coroutine[object, object, Nest]],
+        call: Call,
+        capture: Callable[..., Awaitable[None]] | None = None,
     ) -> None:
         self._run = run  # `Session.run_call`
         self._capture = capture  # `Runs.capture`, for a call that captures ahead

@@ -39,7 +39,18 @@ class Flushed(Protocol):
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_batches", "_burst_end", "_queue", "_quiet", "_scheduled", "clock", "limited", "loop", "now", "number")
+    __slots__ = (
+        "_batches",
+        "_burst_end",
+        "_queue",
+        "_quiet",
+        "_scheduled",
+        "clock",
+        "limited",
+        "loop",
+        "now",
+        "number",
+    )
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.loop = loop

@@ -22,7 +22,7 @@ from asyncflow.lift.calls.batched import SharedCode
 from asyncflow.runtime.calls.options import as_priority, as_timeout, check_trace
 from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
 from asyncflow.runtime.executor.turn import Turn
-from asyncflow.runtime.gates.admission import Admission, ExpectedRun
+from asyncflow.runtime.gates.admission import Admission, AdmissionTicket, ExpectedRun
 from asyncflow.runtime.gates.captured_ahead import capture_ahead
 from asyncflow.runtime.gates.in_flight import InFlight, Passed
 from asyncflow.runtime.gates.memory_turns import MemoryTurns
@@ -334,7 +334,7 @@ class Runs:
     # -- gates ---------------------------------------------------------------------------------------------------
 
     def _enter(self, plan: Plan | None, ask: Ask, values: Sequence[Value], calls: int = 0) -> AdmissionTicket | None:
-        """Return the ticket of a call (`Admission.enter`), before anything is copied; `calls` count it, once it does."""
+        """Return the ticket of a call (`Admission.enter`), before anything is copied; `calls` include it."""
         if self.admission is None:
             return None
         in_flight = self.in_flight

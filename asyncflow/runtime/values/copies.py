@@ -22,10 +22,8 @@ from asyncflow.values import Value
 
 def has_large(values: Sequence[Any]) -> bool:
     """Return True if some value is too large to be copied on the event loop."""
-    for value in values:  # a generator would take twice as long
-        if type(value) is np.ndarray and value.nbytes > LARGE_BYTES:
-            return True
-    return False
+    # A list takes half the time of a generator.
+    return True in [type(value) is np.ndarray and value.nbytes > LARGE_BYTES for value in values]
 
 
 class CopyThread(ThreadStream):
