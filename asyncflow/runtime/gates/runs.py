@@ -183,12 +183,14 @@ class Runs:
                 begun = cast("Begun | None", found)
         ask = Ask(asked_s, timeout, recorder, priority, atomic, None, call.staying)
         ticket = None if begun is not None else self._enter(call.plan, ask, values)
+        # Most calls wait for nothing. Their runs start here, without the coroutine and the record that gates need: that
+        # saves a small request a tenth of its instructions.
         is_free = ticket is None and begun is None and is_wanted is None
         if plan is not None and is_free and self._may_pass(plan, ask):
             if checked is None:
                 checked, waits = call.check(values)
             if not (waits or plan.survey.read_on_host):
-                self._calls += 1
+                self._calls += 1  # a drained session waits for it
                 try:
                     fetched = await in_flight.start(plan, checked, ask).wait()
                     if has_large(fetched):

@@ -20,7 +20,7 @@ from asyncflow.streams.loop import is_virtual
 from asyncflow.values import Value
 
 
-def has_large(values: Sequence[Any]) -> bool:
+def has_large(values: Sequence[object]) -> bool:
     """Return True if some value is too large to be copied on the event loop."""
     # A list takes half the time of a generator.
     return True in [type(value) is np.ndarray and value.nbytes > LARGE_BYTES for value in values]
