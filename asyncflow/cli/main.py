@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from textwrap import fill, indent
@@ -45,6 +46,8 @@ _FLAGS = {
     "profile": ("-h", "--help"),
     "simulate": ("-h", "--help", "--shapes-only"),
 }
+
+_COMMANDS = (*_WITH_VALUE, "checkpoint", "devices", "replay")
 
 _CHECK_EXAMPLES = """\
 examples:
@@ -122,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     own, program_arguments = _split(sys.argv[1:] if argv is None else list(argv))
     parser = _parser()
+    close = [] if not own or own[0] in _COMMANDS else get_close_matches(own[0], _COMMANDS)
+    if close:
+        parser.error(f"there is no command {own[0]!r}, did you mean {' or '.join(map(repr, close))}?")
     options = parser.parse_args(own)
     if options.command is None:
         parser.print_help()
@@ -397,12 +403,15 @@ def _simulate(options: argparse.Namespace, program_arguments: Sequence[str]) -> 
 
 def _no_devices(program_arguments: Sequence[str]) -> str:
     """Return the hint for a missing ``--devices``, or for ``--devices`` given to the program."""
-    if any(argument.partition("=")[0] == "--devices" for argument in program_arguments):
+    names = [argument.partition("=")[0] for argument in program_arguments]
+    if "--devices" in names:
         return (
             f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "
             "put the options of simulate before those of the program"
         )
-    return "the following arguments are required: --devices"
+    close = get_close_matches("--devices", names, cutoff=0.8)
+    meant = f"; {close[0]} goes to the program, did you mean --devices?" if close else ""
+    return f"the following arguments are required: --devices{meant}"
 
 
 def _count(text: str) -> int:

@@ -74,7 +74,8 @@ def profile(
         for path in outputs:
             save(trace, path, color_by=color_by)
     finally:
-        print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
+        about = f"\n\n{_ABOUT[detail]}" if trace.firings else ""
+        print(f"\n{format_table(summarize(trace), top=top)}{about}")
         if trace.interpreted:
             verb = "was" if len(trace.runs) == 1 else "were"
             print(

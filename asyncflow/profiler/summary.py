@@ -181,7 +181,7 @@ def summarize(trace: Trace) -> Summary:
 def format_table(summary: Summary, *, top: int = 20) -> str:
     """The summary as plain text, with the ``top`` longest nodes; ends without a newline."""
     if not summary.firings and not summary.runs:
-        return "empty trace: no run or firing was recorded"
+        return "empty trace: no run or firing was recorded; is each `session.run(...)` awaited?"
     parts = [_totals(summary)]
     if summary.lanes:
         parts.append(_lane_table(summary))
@@ -410,7 +410,7 @@ def _totals(summary: Summary) -> str:
         f"firings    {summary.firings} ({how})",
     ]
     if summary.errors or summary.cancelled:
-        lines.append(f"failed     {summary.errors} errors, {summary.cancelled} cancelled")
+        lines.append(f"failed     {counted(summary.errors, 'error')}, {summary.cancelled} cancelled")
     if summary.dropped:
         lines.append(f"dropped    {summary.dropped} firings past the trace's capacity; raise Trace(capacity=...)")
     return "\n".join(lines)

@@ -62,6 +62,10 @@ async def records_itself():
     print("recorded with detail", trace.detail)
 
 
+def runs_nothing():
+    pass
+
+
 async def records_every_node():
     await scaled(20)
     with af.Trace(detail="node") as trace:
@@ -399,6 +403,17 @@ def test_bad_arguments_show_the_usage(output: Output, arguments: list[str]) -> N
         main(arguments)
     assert caught.value.code == 2
     assert "usage: asyncflow" in output()[1]
+
+
+def test_a_misspelt_command_names_the_one_meant(output: Output) -> None:
+    with pytest.raises(SystemExit):
+        main(["profiles", "program.py"])
+    assert "there is no command 'profiles', did you mean 'profile'?" in output()[1]
+
+
+def test_a_program_whose_runs_are_not_awaited(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:runs_nothing"]) == 0
+    assert output()[0].endswith("is each `session.run(...)` awaited?\n")
 
 
 def test_no_arguments_show_the_help(output: Output) -> None:

@@ -276,6 +276,8 @@ def test_deadlock_of_the_program_is_its_error(program: Path, output: Output) -> 
     ("arguments", "reason"),
     [
         (["program.py:sleeps"], "the following arguments are required: --devices"),
+        (["program.py:sleeps", "--device", "v100"], "; --device goes to the program, did you mean --devices?"),
+        (["program.py:sleeps", "-devices=v100"], "; -devices goes to the program, did you mean --devices?"),
         (["program.py:sleeps", "--epochs", "3", "--devices", "v100"], "--devices comes after '--epochs', an argument"),
         (["program.py:sleeps", "--epochs", "3", "--devices=v100"], "put the options of simulate before"),
         (["program.py:sleeps", "--devices", "100000 x v100"], "names 100000 cards; a machine has at most 1024"),
