@@ -2,7 +2,8 @@
 
 A cell is a function ``cell(x, state) -> (output, state)`` of one step of a batch; `lstm_cell` and `gru_cell` are, once
 they are given weights. `dynamic_rnn` runs any cell over sequences of different lengths. Losses are given for each
-example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end.
+example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end. `rms_norm` and `group_norm`
+normalise layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from asyncflow.nn.lstm import lstm_cell as lstm_cell
 from asyncflow.nn.lstm import lstm_weights as lstm_weights
 from asyncflow.nn.masks import masked_mean as masked_mean
 from asyncflow.nn.masks import sequence_mask as sequence_mask
+from asyncflow.nn.norms import group_norm as group_norm
+from asyncflow.nn.norms import rms_norm as rms_norm
 
 if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
     __all__, __getattr__, __dir__ = _facade("asyncflow.nn", globals())
