@@ -45,7 +45,7 @@ class Program:
         memory_notes: why nothing is predicted for some loops.
         kept_on_host: tensors whose values a pass keeps on the host.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
-        unread: loops that a card could run, were it not for the readers of their saved values, and why these stay.
+        loop_reasons: loops that decide by values of their card, and why the host drives them all the same.
         loops: for people, the driver of each loop on a card.
         streams: the compute stream of each node; 0 for those left out.
         places: sets of nodes that are live together, for every node but constants, once the graph is lowered.
@@ -67,7 +67,7 @@ class Program:
     memory_notes: tuple[str, ...] = ()
     kept_on_host: AbstractSet[Tensor] = frozenset()
     on_host: AbstractSet[Tensor] = frozenset()
-    unread: Mapping[Node, str] = field(default_factory=dict)
+    loop_reasons: Mapping[Node, str] = field(default_factory=dict)
     loops: tuple[str, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)
     places: Mapping[Node, object] = field(default_factory=dict)

@@ -278,14 +278,14 @@ def _keep_vectors(program: Program, context: Context) -> None:
 @wraps(make_device_loops)
 def _make_device_loops(program: Program, context: Context) -> None:
     fusion, kept = context.options.fusion, program.kept_on_host
-    program.unread = make_device_loops(program.graph, context.enqueuing, fusion=fusion, kept=kept)
+    program.loop_reasons = make_device_loops(program.graph, context.enqueuing, fusion=fusion, kept=kept)
 
 
 @wraps(find_host_values)
 def _find_host_values(program: Program, context: Context) -> None:
     program.on_host = find_host_values(program.graph, keeping(program.kept_on_host))
     program.loops = explain_loops(
-        program.graph, context.enqueuing, program.on_host, program.unread if context.has_device_loops else None
+        program.graph, context.enqueuing, program.on_host, program.loop_reasons if context.has_device_loops else None
     )
 
 

@@ -11,13 +11,17 @@ predicate (`cuda/graphs/host_loop.py`). A function that decides nothing is a pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GeneratorType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncflow.errors import LoopIdentity
 from asyncflow.values import Kernel, Value
+
+if TYPE_CHECKING:
+    from asyncflow.devices.values import DType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,12 +75,18 @@ class LogSpec:
     """The entries of a log, in which a loop saves a value in each iteration.
 
     Attributes:
-        nbytes: of an entry.
+        dtype, shape: of an entry.
         inner: of the log of a loop inside, if an entry is the number of the first entry that an iteration adds there.
     """
 
-    nbytes: int
+    dtype: DType
+    shape: tuple[int, ...]
     inner: LogSpec | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an entry."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,11 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.host_values import find_host_values
-from asyncflow.compiler.regions.capturable import DEVICE_WHILE, is_device_loop, why_not_captured, why_not_in_graph
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, why_host_drives, why_not_captured, why_not_in_graph
 from asyncflow.compiler.regions.device_loops import make_device_loops
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.structured import WhileNode
 from asyncflow.graph.verify import verify
 
 
@@ -211,7 +212,9 @@ def test_loops_of_a_device(x: af.Tensor, n: af.Tensor, name: str) -> None:
     found = build(x, n)
     graph = working(*(found if isinstance(found, tuple | list) else [found]))
     (loop,) = [node for node in graph.nodes if node.op.name == "while"]
-    assert is_device_loop(loop, find_host_values(graph)) is expected
+    on_host = find_host_values(graph)
+    assert isinstance(loop, WhileNode)
+    assert (loop.decision not in on_host and why_host_drives(loop, on_host) is None) is expected
     make_device_loops(graph, {"cuda:0"})
     assert any(node.op is DEVICE_WHILE for node in graph.nodes) is expected
     assert not (expected and any(node.subgraphs for node in graph.walk()))

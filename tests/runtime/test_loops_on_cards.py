@@ -236,6 +236,20 @@ def trained_with_a_counted_loop_inside() -> Built:
     return with_gradients(x, of=af.while_loop(lambda y: af.sum(y) < 40, step, x)), feeds
 
 
+def trained_with_branches() -> Built:
+    """Each side saves a value that the other does not have, one of them in a branch inside."""
+    x, feeds = matrix()
+
+    def large(y: af.Tensor) -> af.Tensor:
+        grown = af.tanh(y) @ x + y + 0.25
+        return af.cond(af.max(grown) > 3, lambda: af.sqrt(grown[0] ** 2 + 1) + grown, lambda: grown * 1.25)
+
+    def step(y: af.Tensor) -> af.Tensor:
+        return af.cond(af.sum(y) > 3, lambda: large(y), lambda: af.exp(af.sin(y[:, 1]))[:2, None, None][0] + y)
+
+    return with_gradients(x, of=until(150, step, x)), feeds
+
+
 TRAINED = [
     trained,
     trained_with_variables,
@@ -246,6 +260,7 @@ TRAINED = [
     trained_in_two_levels,
     pytest.param(trained_in_three_levels, marks=pytest.mark.slow),
     trained_with_a_counted_loop_inside,
+    trained_with_branches,
 ]
 
 

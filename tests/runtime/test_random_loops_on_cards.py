@@ -26,7 +26,7 @@ Values = tuple[af.Tensor, ...]
 
 
 class Program:
-    """A random program: loops to some depth, of elementwise ops, products, reductions, views and variables."""
+    """A random program: loops to some depth, of elementwise ops, products, branches, reductions and variables."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -54,6 +54,7 @@ class Program:
             lambda: af.tanh(a[::-1] + self.w.read()),
             lambda: a * 0.5 + af.max(b, axis=0) * 0.25,
             lambda: af.tanh(a * self.x) + 0.125,
+            lambda: af.cond(af.sum(a) > af.max(b), lambda: af.sin(af.exp(-a * a)), lambda: af.tanh(a @ b)),
             lambda: a,
         )
 
@@ -136,7 +137,7 @@ async def test_random_loops_give_the_bits_of_the_host(
     launches = Launches(monkeypatch)
     async with program.session(device_while=True) as session:
         explained = session.plan(program.fetches, list(program.feeds)).explain()
-        assert explained.count("the card runs it") == 2
+        assert "the card runs it" in explained
         assert "the host drives" not in explained
         assert await program.run(session) == wanted
         usual, launches.count = launches.count, 0

@@ -174,17 +174,11 @@ logs, by their places: the new node does not get these as inputs.
 """
 
 
-def is_device_loop(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    """Return True if the node is a loop that decides by device values, and that the device can run by itself.
+def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor], *, is_inside: bool = False) -> str | None:
+    """Return the reason why a device cannot run a loop by itself, in a few words; None if it can.
 
     Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
     the device's inside. In it there may be loops of that kind, whatever they decide by, and branches with such results.
-    """
-    return isinstance(node, WhileNode) and node.decision not in on_host and why_host_drives(node, on_host) is None
-
-
-def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor], *, is_inside: bool = False) -> str | None:
-    """Return the reason why a device cannot run a loop by itself, in a few words; None if it can.
 
     Args:
         loop: of one device.
@@ -236,8 +230,7 @@ def _in_logs(node: StructuredNode) -> set[Node]:
     found = set(saves_of(node).values()) if isinstance(node, WhileNode) else set()
     for body in node.subgraphs:
         found.update(filter(is_new_store, inner_stores(body)))
-        reads = (inner for inner in body.nodes if inner.op is READ_SAVED)
-        found.update(inner for inner in reads if inner.outputs[0].dtype == VARIANT or _is_fixed(inner.outputs[0].spec))
+        found.update(inner for inner in body.nodes if inner.op is READ_SAVED)
     return found
 
 

@@ -25,7 +25,6 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KERNELS, Op
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT, int64
-from asyncflow.graph.values.shapes import size_of
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD
 from asyncflow.ops.cost import free
@@ -38,7 +37,7 @@ SAVE_ENTRY = Op(
 READ_ENTRY = Op(
     "read_entry",
     lambda log, number, *, value: value,
-    lambda xp, *, value: lambda log, number: log.read(number, value.dtype, value.shape),
+    lambda xp, *, value: lambda log, number: log.read(number),
     traits=KERNELS,
 )
 INNER_LOG = Op("inner_log", lambda log: STORE, lambda xp: lambda log: log.inner, flops=free, traits=KERNELS)
@@ -100,8 +99,9 @@ class _Logs:
     def _spec(self, loop: WhileNode, place: int) -> LogSpec:
         value = self.saves[loop][place].inputs[2]
         if isinstance(value.node, WhileNode) and value.dtype == VARIANT:
-            return LogSpec(int64.itemsize, self._spec(value.node, value.index))
-        return LogSpec((size_of(value.shape) or 0) * value.dtype.itemsize)
+            return LogSpec(int64, (), self._spec(value.node, value.index))
+        shape = tuple(extent for extent in value.shape or () if extent is not None)  # all are known
+        return LogSpec(value.dtype, shape)
 
     def _add_cursor(self, path: Sequence[WhileNode]) -> None:
         """Give the last loop of a path the number of the next entry, which the loops around it pass on."""

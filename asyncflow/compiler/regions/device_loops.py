@@ -6,7 +6,7 @@ the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.program.detached import detached_node
@@ -15,11 +15,11 @@ from asyncflow.compiler.program.kernels.kernels import bind_member, find_unknown
 from asyncflow.compiler.program.kernels.work import KernelCounter
 from asyncflow.compiler.program.reads_before import read_before
 from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.compiler.regions.absent_values import Filled, fill_absent
 from asyncflow.compiler.regions.capturable import (
     DEVICE_WHILE,
     captures_on_host,
     host_values_inside,
-    is_device_loop,
     why_host_drives,
 )
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
@@ -47,7 +47,7 @@ def make_device_loops(
         kept: tensors whose values a pass keeps on the host.
 
     Returns:
-        The loops that a card could run, were it not for the readers of their saved values, and the reasons.
+        The loops of one card that decide by its values, and that the host drives all the same, with the reasons.
     """
     loops = _DeviceLoops(graph, devices, kept)
     # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
@@ -63,7 +63,7 @@ def find_device_loops(graph: Graph) -> set[Node]:
     loops, found = _DeviceLoops(graph, None, frozenset()), dict[WhileNode, Node]()
     while replaced := loops.replace_one(graph):
         found |= replaced
-    _put_back(found)
+    loops.put_back(found)
     return set(found)
 
 
@@ -75,6 +75,7 @@ class _DeviceLoops:
         self.devices = devices
         self.kept = kept
         self.reasons: dict[Node, str] = {}
+        self.filled: dict[Node, list[Filled]] = {}
         self.look()
 
     def look(self) -> None:
@@ -84,14 +85,15 @@ class _DeviceLoops:
     def replace_one(self, graph: Graph) -> dict[WhileNode, Node]:
         """Replace one loop and the readers of its saved values, in the graph or below; return old and new nodes."""
         for node in graph.nodes:
-            if isinstance(node, WhileNode) and self.may_run(node) and is_device_loop(node, self.on_host):
+            if isinstance(node, WhileNode) and self.may_run(node) and node.decision not in self.on_host:
                 replaced: dict[WhileNode, Node] = {}
                 reason = self.replace(node, replaced)
                 if reason is None:
                     return replaced
-                _put_back(replaced)
+                self.put_back(replaced)
                 self.look()
-                self.reasons[node] = reason
+                # At first, since a card may run loops inside then: that hides what the whole loop contains.
+                self.reasons.setdefault(node, reason)
             for body in node.subgraphs:
                 if found := self.replace_one(body):
                     return found
@@ -104,7 +106,12 @@ class _DeviceLoops:
 
     def replace(self, loop: WhileNode, replaced: dict[WhileNode, Node]) -> str | None:
         """Replace a loop, and then the loops that read its saved values; return the reason if one of them stays."""
-        made = replaced[loop] = _device_while(loop, self.on_host)
+        filled = fill_absent(loop)
+        if (obstacle := why_host_drives(loop, self.on_host)) is not None:
+            _undo(filled)
+            return obstacle
+        made, self.filled[loop] = _device_while(loop, self.on_host), filled
+        replaced[loop] = made
         _swap(loop, made)
         self.look()
         for place, save in saves_of(loop).items():
@@ -128,7 +135,13 @@ class _DeviceLoops:
             return "it is not all on that card"
         if reader.decision in self.on_host:
             return "it decides by numbers on the host"
-        return why_host_drives(reader, self.on_host) or self.replace(reader, replaced)
+        return self.replace(reader, replaced)
+
+    def put_back(self, replaced: dict[WhileNode, Node]) -> None:
+        """Undo the replacement of loops."""
+        for loop, made in reversed(replaced.items()):
+            _swap(made, loop)
+            _undo(self.filled[loop])
 
     def finish(self, loop: WhileNode, made: Node, fusion: bool) -> None:
         """Make a replaced loop the code for the card."""
@@ -148,9 +161,9 @@ class _DeviceLoops:
             graph.nodes.remove(initial[place])  # the card makes its logs by itself
 
 
-def _put_back(replaced: dict[WhileNode, Node]) -> None:
-    for loop, made in reversed(replaced.items()):
-        _swap(made, loop)
+def _undo(filled: Sequence[Filled]) -> None:
+    for each in reversed(filled):
+        each.undo()
 
 
 def _swap(node: Node, other: Node) -> None:

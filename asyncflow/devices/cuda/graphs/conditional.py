@@ -95,7 +95,9 @@ MOST_ITERATIONS = 1 << 16
 FULL_LOG = 7
 """Position in a state of the number of the log that is full; the numbers of entries of all logs come behind."""
 
-_INSIDE = 4
+INSIDE = 4
+"""Iterations of all loops inside for each iteration that a launch may make."""
+
 _PATIENCE = 4
 _NO_LIMIT = (1 << 63) - 1
 
@@ -121,7 +123,7 @@ class Limits:
 
     def state(self) -> tuple[int, ...]:
         """Of a launch that begins; see `SOURCE`."""
-        inside = _INSIDE * self.most if self.inside is None else self.inside
+        inside = INSIDE * self.most if self.inside is None else self.inside
         return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner, 0
 
 

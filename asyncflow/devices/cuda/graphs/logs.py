@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.kernels import KernelLaunches
     from asyncflow.devices.decisions import LogSpec
     from asyncflow.devices.protocol import Placed
-    from asyncflow.graph.values.dtypes import DType
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Value
 
@@ -146,9 +145,9 @@ class Log:
         self._launch("save_entry", value, number, self.number, self._state.data.ptr)
         return self
 
-    def read(self, number: Placed, dtype: DType, shape: tuple[int, ...]) -> CupyArray:
+    def read(self, number: Placed) -> CupyArray:
         """A copy of an entry."""
-        array = self._cupy.empty(shape, dtype)
+        array = self._cupy.empty(self.spec.shape, self.spec.dtype)
         self._launch("read_entry", array, number)
         return array
 

@@ -15,7 +15,16 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.graphs.conditional import ENDED, FULL, FULL_LOG, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
+from asyncflow.devices.cuda.graphs.conditional import (
+    ENDED,
+    FULL,
+    FULL_LOG,
+    INSIDE,
+    MOST_ITERATIONS,
+    STOPPED,
+    TOO_LONG,
+    Limits,
+)
 from asyncflow.devices.cuda.graphs.host_loop import HostDriver
 from asyncflow.devices.cuda.graphs.logs import GrowingLog, growing_logs
 from asyncflow.devices.cuda.graphs.loop import DeviceLoop, Iterated
@@ -179,4 +188,6 @@ class WhileLauncher(CoroutineKernel):
             if isinstance(log, GrowingLog):
                 log.reserve(done + 1)
                 most = min(most, log.entries - done)
-        return most, self._loop.launch(variables, captures, Limits(most, inner=self._code.limit))
+        # Fewer iterations for want of room say nothing of the loops inside.
+        limits = Limits(most, INSIDE * self._patience.most, self._code.limit)
+        return most, self._loop.launch(variables, captures, limits)
