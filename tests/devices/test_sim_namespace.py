@@ -30,6 +30,7 @@ def test_results_are_numpys_and_each_launch_is_noted() -> None:
     np.testing.assert_array_equal(xp.stack([x, y]), [x, y])
     np.testing.assert_array_equal(xp.concatenate([x, y], axis=1), np.concatenate([x, y], axis=1))
     np.testing.assert_array_equal(xp.tanh(x), np.tanh(x))
+    np.testing.assert_array_equal(xp.concatenate([x[:3], y[3:]], axis=0, out=block)[2:4], [x[0], y[0]])
     n, nbytes = x.size, x.nbytes
     assert seen(xp) == [
         (None, nbytes, True),
@@ -39,6 +40,7 @@ def test_results_are_numpys_and_each_launch_is_noted() -> None:
         (0.0, 4 * nbytes, True),
         (0.0, 4 * nbytes, True),
         (n, 2 * nbytes, True),
+        (0.0, 2 * nbytes, False),
     ]
     assert not seen(xp)
 

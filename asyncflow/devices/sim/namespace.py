@@ -124,13 +124,18 @@ class SimNamespace(StoreNamespace):
                 return self._note(flops, no_data(x1.dtype, shape), operands)
         return self._note(flops, self._without_data(np.matmul(x1, x2), operands), operands)
 
-    def _concatenate(self, arrays: Sequence[Array], axis: int = 0) -> Array:
-        return self._joined(np.concatenate, arrays, axis)
+    def _concatenate(self, arrays: Sequence[Array], axis: int | None = 0, out: Array | None = None) -> Array:
+        if out is None:
+            return self._joined(np.concatenate, arrays, axis)
+        if not lacks_memory(out):
+            np.concatenate(arrays, axis=axis, out=out)
+        self.noted.append(NotedKernel(0.0, 2 * out.nbytes, None, out))
+        return out
 
     def _stack(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         return self._joined(np.stack, arrays, axis)
 
-    def _joined(self, join: Kernel, arrays: Sequence[Array], axis: int) -> Array:
+    def _joined(self, join: Kernel, arrays: Sequence[Array], axis: int | None) -> Array:
         return self._note(0.0, self._without_data(join(arrays, axis=axis), arrays), arrays)
 
 
