@@ -27,10 +27,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 13_207,
+    "asyncflow/compiler/": 13_218,
     "asyncflow/runtime/": 11_275,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 9_406,
+    "asyncflow/devices/": 9_437,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_593,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 67_656
+TOTAL: Final = 67_699
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

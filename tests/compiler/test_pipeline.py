@@ -85,6 +85,14 @@ def of_a_gradient(x: af.Tensor) -> af.Tensor:
     return af.gradients(y, x)
 
 
+def of_places(x: af.Tensor) -> af.Tensor:
+    """A loop that decides by the largest number of a vector, and adds a row that is gathered by it."""
+    (places,) = af.nonzero(x[0] > -1)
+    return af.while_loop(
+        lambda i, _: i < af.max(places), lambda i, h: (i + 1, af.tanh(h) + af.take(h, places, axis=0)[0]), (0, x)
+    )[1]
+
+
 CARDS: dict[str, Any] = {"devices": ["cuda:0"], "device_while": True}
 CONCERNED: dict[str, tuple[Callable[[af.Tensor], af.Tensor], dict[str, Any]]] = {
     "choose_saved": (of_gradients, {}),
@@ -93,6 +101,7 @@ CONCERNED: dict[str, tuple[Callable[[af.Tensor], af.Tensor], dict[str, Any]]] = 
     "assign_streams": (of_two_streams, {"compute_streams": 2}),
     "device_loops": (of_cards, CARDS),
     "fuse": (of_cards, CARDS),
+    "host_vectors": (of_places, CARDS),
     "last_reads": (of_a_gradient, {}),
     "move_saved": (of_a_gradient, {"memory_limit": 1 << 30, "spill_directory": gettempdir()}),
 }

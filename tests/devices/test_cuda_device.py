@@ -154,7 +154,7 @@ async def test_opaque_values_are_handed_over_once_what_made_them_is_done(cupy: F
     async with opened(cupy) as device:
         cupy.pause()
         computed(device, lambda: cupy.zeros(3))
-        waiting = fetched(device, CudaOpaque("state", device))
+        waiting = fetched(device, CudaOpaque("state", device, device.compute))
         await turns()
         assert not waiting.done()
         cupy.resume()
@@ -569,7 +569,7 @@ async def test_memory_that_waits_for_another_stream_makes_room(seed: int, what: 
                     x = device.copy_in(number * value, "x")
                 else:
                     x = computed(device, lambda number=number: cupy.full((64, 64), float(number)))
-                sums.append(total(CudaOpaque([x.array], device) if what == "opaque" else x))
+                sums.append(total(CudaOpaque([x.array], device, device.compute) if what == "opaque" else x))
                 del x
                 if in_turns:
                     await turns(1)
@@ -738,7 +738,7 @@ async def test_a_lost_device_says_so_everywhere(cupy: FakeCupy) -> None:
         waiting = [
             fetched(device, x),
             fetched(device, small),
-            fetched(device, CudaOpaque(1, device)),
+            fetched(device, CudaOpaque(1, device, device.compute)),
             fed(device, np.ones(PINNED)),
         ]
         ended: list[BaseException | None] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -56,7 +57,7 @@ async def test_a_kernel_gets_arrays_and_scalars_while_its_stream_is_active(cupy:
     async with opened(cupy) as device:
         x = await device.fed(VALUE, "x")
         launch = device.bind(kernel, info())
-        y = launch(x, VALUE, np.asarray(2.0), np.float32(3), "text", CudaOpaque([1], device))
+        y = launch(x, VALUE, np.asarray(2.0), np.float32(3), "text", CudaOpaque([1], device, device.compute))
         assert seen == [(device.compute, [cupy.ndarray, cupy.ndarray, np.float64, np.float32, str, list])]
         assert active.stream is None and device.pool.label == "node"
         assert (type(y), y.name, y.stream, y.device) == (CudaArray, "node", device.compute, "cuda:0")
@@ -252,6 +253,62 @@ async def test_a_region_that_is_given_up_keeps_what_its_kernels_read(seed: int) 
             cupy.resume()
             total = CudaArray(written.pop(), device, device.compute_streams[1], "total")
             assert await device.fetched(total) == 2.0 * 64 * 64
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_store_of_another_stream_is_waited_for(seed: int) -> None:
+    with FakeCupy(seed=seed) as cupy:
+        async with opened(cupy, compute_streams=2) as device:
+            cupy.pause()
+            fill = device.bind_region(
+                lambda: ([cupy.full((64, 64), 2.0)],), info(stream=1, single=False), is_generator=False
+            )
+            (store,) = fill()
+            read = [device.bind(lambda store: store[0].sum(), info(stream=stream)) for stream in (0, 1)]
+            before = len(cupy.engine.launches)
+            totals = [launch(store) for launch in read * 2]
+            waits = [name for _, name in cupy.engine.launches[before:] if name == "streamWaitEvent"]
+            assert len(waits) == 1
+            cupy.resume()
+            assert [await device.fetched(total) for total in totals] == [2.0 * 64 * 64] * 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_nested", [False, True])
+async def test_what_a_region_has_taken_from_a_store_stays_for_its_later_steps(seed: int, is_nested: bool) -> None:
+    """The first stream has made it, and uses the memory again once the second has read it."""
+    totals: list[Any] = []
+
+    with FakeCupy(seed=seed) as cupy:
+        async with opened(cupy, compute_streams=2) as device:
+
+            def steps(store: list[Any]) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+                taken = store.pop()
+                device.keep_taken(taken, 1)
+                yield None
+                totals.append((taken[0] if is_nested else taken).sum())
+                return ()
+
+            def filled() -> list[Any]:
+                array = cupy.full((64, 64), 2.0)
+                return [[array] if is_nested else array]
+
+            store = device.bind(filled, info(keeps_arrays=True))()
+            firing = device.bind_region(steps, info(stream=1, single=False), is_generator=True)(store)
+            firing.send(None)
+            ended = asyncio.get_running_loop().create_future()
+            device.when_done(ended.set_result)
+            await ended  # so nothing is held for the first step any more
+            cupy.pause()
+            with pytest.raises(StopIteration):
+                firing.send(None)
+            del firing
+            for _ in range(3):
+                device.bind(lambda: cupy.full((64, 64), -1.0), info())()
+            cupy.resume()
+            total = CudaArray(totals.pop(), device, device.compute_streams[1], "total")
+            assert await device.fetched(total) == 2.0 * 64 * 64
+            assert device.compute_streams[1].taken is None
 
 
 async def test_kernels_of_the_host_get_arrays_of_numpy(cupy: FakeCupy) -> None:

@@ -59,6 +59,7 @@ class Values:
                 self._order(value, name)
             return value.array
         if kind is CudaOpaque:
+            value.order(self.stream)
             return value.value
         return as_scalar(value) if kind is np.ndarray else value
 
@@ -118,4 +119,4 @@ class Values:
             return output
         if isinstance(output, np.ndarray):
             return output if is_shape(output) or stays_on_host(output) else self._device.copy_in(output, name)
-        return CudaOpaque(output, self._device)
+        return CudaOpaque(output, self._device, self.stream)

@@ -44,7 +44,7 @@ from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
 from asyncflow.devices.saved.saved_handle import Space
-from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, stays_on_host
+from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, is_plain, stays_on_host
 from asyncflow.errors import PlacementError
 from asyncflow.foreign_names import install
 from asyncflow.streams.beside import call_beside
@@ -390,6 +390,23 @@ class CudaDevice(Progress):
         """
         if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
             stream.hold(*foreign)
+
+    def keep_taken(self, value: Value, stream: int) -> None:
+        """See `LogicalDevice`."""
+        self.hold_taken(self.compute_streams[stream], value)
+
+    def hold_taken(self, stream: CudaStream, value: Value) -> None:
+        """Keep a value that a store has given up, for the region that has taken it and goes on in steps on `stream`.
+
+        A store gives up another store with all arrays of that one.
+        """
+        is_array = isinstance(value, self.cupy.ndarray)
+        if self._count == 1 or is_plain(value) or (is_array and home_of(value) is stream):
+            return
+        held = value if is_array else CudaOpaque(value, self, stream)
+        stream.hold(held)
+        if stream.taken is not None:
+            stream.taken.append(held)
 
     def hand_over(self, nbytes: float) -> None:
         """Free up to `nbytes` that are kept only until the work of another stream is done.

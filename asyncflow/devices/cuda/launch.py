@@ -135,7 +135,7 @@ class CudaHostLauncher(HostKernel):
             return self._device.fed(np.asarray(output), self._info.name)
         output = as_scalar(output)
         is_there = is_plain(output) or isinstance(output, np.ndarray | CudaArray)
-        return output if is_there else CudaOpaque(output, self._device, True)
+        return output if is_there else CudaOpaque(output, self._device, self._device.compute, True)
 
 
 class CudaRegionLauncher:
@@ -211,6 +211,7 @@ class CudaRegionLauncher:
             # A driver that has measured a short time would launch more at once than the card's queue takes.
             most = max(1, MOST_AHEAD // max(1, launches))
             budget: int | None = None
+            taken: list[object] = []  # from stores, and used by later steps, too
             try:
                 if info.code.vectors:
                     args = self._values.brought(args, info.code.vectors)
@@ -219,10 +220,13 @@ class CudaRegionLauncher:
                 while True:
                     # One synchronous block a step: other code runs on this thread in between.
                     self._values.hold(args)
+                    if taken:
+                        stream.hold(*taken)
                     device.check()
                     device.pool.label = info.name
                     stream.work.given += 1
                     captured = 0 if region is None else region.slices
+                    stream.taken = taken
                     try:
                         with stream, device.timed(stream, info.name):
                             begins_loop = generator.send(budget)
@@ -230,6 +234,8 @@ class CudaRegionLauncher:
                         device.launched += launches * (budget or 1)
                         with stream:
                             return self._outputs(ended.value)
+                    finally:
+                        stream.taken = None
                     if region is None or region.slices == captured:
                         device.launched += launches * (budget or 1)
                     budget = yield begins_loop

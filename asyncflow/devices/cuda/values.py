@@ -172,21 +172,32 @@ class CudaArray(DeviceArray):
 
 @dataclass(slots=True, eq=False, repr=False)
 class CudaOpaque(DeviceValue):
-    """An object that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
+    """An object that is no array but holds some, such as a state of a TensorArray or a store of saved values.
 
     Attributes:
         value: the object.
         home: the logical device it is on.
+        stream: in whose order its arrays are valid.
         is_foreign: another device may have made it, in whose order its memory is used again.
     """
 
     value: Value
     home: CudaHome
+    stream: CudaStream
     is_foreign: bool = False
+    _event: CudaEvent | None = None
+    _followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
+
+    def order(self, stream: CudaStream) -> None:
+        """Let work given to `stream` from now on find its arrays written."""
+        if self.stream is not stream and stream not in self._followers:
+            self._event = self._event or self.stream.record()
+            stream.wait(self._event)
+            self._followers += (stream,)
 
     def to_host(self, deliver: Deliver) -> None:
-        """Deliver the object once all that compute has been given is done."""
-        self.home.compute.notify(self.home.copies.told(lambda: self.value, deliver))
+        """Deliver the object once all that its stream has been given is done."""
+        self.stream.notify(self.home.copies.told(lambda: self.value, deliver))
 
     def __repr__(self) -> str:
         return f"<CudaOpaque {self.value!r}>"

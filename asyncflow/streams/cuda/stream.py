@@ -91,6 +91,7 @@ class CudaStream:
         failures: of enqueued work.
         raw: the ``cupy.cuda.Stream``.
         work: a count of its work; code that launches without `enqueue` adds to ``work.given`` before.
+        taken: objects that code in progress has to hold from one of its steps to the next; None while no step runs.
 
     Raises:
         CUDARuntimeError: there is no such device, or it fails.
@@ -104,6 +105,7 @@ class CudaStream:
     raw: Raw = field(init=False)
     work: StreamWork = field(init=False)
     failures: KeptFailures = field(default_factory=KeptFailures)
+    taken: list[object] | None = field(default=None, init=False)
     _failed: int = 0
     _closed: bool = False
     _card: PhysicalCard = field(init=False)

@@ -114,7 +114,7 @@ class CudaSwapping(Swapping):
         device = self._device
         stream = active.stream or device.compute
         here.order(stream)
-        device.hold(stream, here.array)
+        device.hold_taken(stream, here.array)
         pointer = device.cupy.cuda.memory.MemoryPointer(here.array.data.mem, start + offset)
         return self._ndarray(shape, dtype, pointer, strides)
 
