@@ -27,7 +27,7 @@ _EQUAL = 1.001
 
 
 _SETS = 2
-"""Sets of values that move together and are held at a time: one on its way, and one that is saved or read."""
+"""Sets of values that move together and are held at a time: a set on its way, and a set that is saved or read."""
 
 
 class Work(NamedTuple):

@@ -256,7 +256,7 @@ class Mover(ABC):
                 self._discard(handle)
 
     def _split(self, handle: SavedHandle, room: float) -> bool:
-        """Let the newest values of those that are AWAY together come without the others; return False if none can.
+        """Let the newest of the values that are AWAY together come without the others; return False if none can.
 
         They are as many as have `room`, and one at least.
         """

@@ -130,7 +130,7 @@ class SavedMoves:
     def __init__(
         self, account: Account, gate: MemoryGate, spaces: Sequence[Space], *, ns_per_byte: float, together: int = 0
     ) -> None:
-        """Begin without values, which may go to `spaces`, the best place first, and `together` up to so many bytes.
+        """Begin without values, which may go to `spaces`, the best place first, and at most `together` bytes at a time.
 
         Without a limit they go one by one: no less is held if many leave later.
 
