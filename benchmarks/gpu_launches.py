@@ -172,6 +172,14 @@ def newton() -> Program:
     return Program(y, {x: np.linspace(1, 4, SIZE).astype(np.float32)})
 
 
+def newton_training() -> Program:
+    """A step that learns the number whose roots a loop finds: the gradient runs through all iterations."""
+    x, wanted = _variable("x", SIZE), np.linspace(1, 2, SIZE).astype(np.float32)
+    squares = af.square(x) + 1
+    y = af.while_loop(lambda y: af.max(af.abs(y * y - squares)) > 1e-3, lambda y: (y + squares / y) / 2, squares)
+    return _trained(af.sum(af.square(y - wanted)), [x], {})
+
+
 def attention() -> Program:
     """One head over a sequence."""
     x = af.placeholder("float32", (SIZE, SIZE), name="x")
@@ -200,6 +208,9 @@ PROGRAMS: Final[Mapping[str, Callable[[], Program]]] = {
     "attention": attention,
     "Tree-LSTM, training": trees,
 }
+
+DECIDED: Final[Mapping[str, Callable[[], Program]]] = {"Newton": newton, "Newton, training": newton_training}
+"""Programs whose loops `device_while=True` gives to the card."""
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
@@ -249,10 +260,10 @@ async def found_for(build: Callable[[], Program], cupy: FakeCupy, **options: Any
     return Found(Counts(kernels, graphs, copies, walk[ALLOCATION]), Counts(*trace.requests[0][2:]), plan)
 
 
-async def count_all(**options: Any) -> dict[str, Found]:
-    """The ten programs by name, each on a card of its own."""
+async def count_all(programs: Mapping[str, Callable[[], Program]] = PROGRAMS, **options: Any) -> dict[str, Found]:
+    """The programs by name, each on a card of its own."""
     found = {}
-    for name, build in PROGRAMS.items():
+    for name, build in programs.items():
         with stand_in(devices=1, nbytes=64 << 20) as cupy:
             found[name] = await found_for(build, cupy, **options)
     return found
@@ -271,8 +282,16 @@ def main() -> None:
     heads = "kernels", "graphs", "copies", "arrays"
     print(f"{'':24}{''.join(f'{head:>9}' for head in 2 * heads)}")
     for name in PROGRAMS:
-        counts = (*astuple(launched[name].counts), *astuple(captured[name].counts))
-        print(f"{name:24}{''.join(f'{count:9}' for count in counts)}  {captured[name].reasons[0]}")
+        print(f"{_row(name, launched, captured)}  {captured[name].reasons[0]}")
+    by_host, by_card = (asyncio.run(count_all(DECIDED, device_while=on_card)) for on_card in (False, True))
+    print(f"{'':24}{'the host decides':^36}{'device_while=True':^36}")
+    for name in DECIDED:
+        print(_row(name, by_host, by_card))
+
+
+def _row(name: str, *found: Mapping[str, Found]) -> str:
+    counts = (count for each in found for count in astuple(each[name].counts))
+    return f"{name:24}{''.join(f'{count:9}' for count in counts)}"
 
 
 if __name__ == "__main__":

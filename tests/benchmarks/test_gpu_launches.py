@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from asyncflow.devices.cuda.memory import CudaPool
-from benchmarks.gpu_launches import ALLOCATION, PROGRAMS, Counts, found_for
+from benchmarks.gpu_launches import ALLOCATION, DECIDED, PROGRAMS, Counts, found_for
 from benchmarks.walks import walked
 from tests.fake_cupy.stand_in import stand_in
 
@@ -47,6 +47,12 @@ OBSTACLES: Final = {
 """Words of the plan about the first region of each program that is not captured."""
 
 
+DECIDED_BY: Final = {
+    "Newton": (Counts(14, 0, 7, 15), Counts(0, 1, 8, 3)),
+    "Newton, training": (Counts(20, 0, 5, 28), Counts(9, 2, 21, 19)),
+}
+"""Where the host decides, and with ``device_while=True``."""
+
 TRACED: Final = {"ragged, training": 51, "Tree-LSTM, training": 90}
 """Kernels by a trace, where that counts fewer: some ops make several launches for a node."""
 
@@ -63,6 +69,15 @@ def test_a_run_asks_as_much_of_a_card_as_the_table_says(name: str, expected: dic
         said = OBSTACLES.get(name, "becomes a CUDA graph for each kind of inputs that comes again: 1 made")
         assert said in found.reasons[0]
         assert (found.counts.graphs > 0) is (name not in OBSTACLES)
+
+
+@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("on_card", [False, True], ids=["host", "card"])
+def test_a_loop_that_decides_on_the_card_asks_as_much_of_it_as_the_table_says(name: str, on_card: bool) -> None:
+    with stand_in(devices=1, nbytes=64 << 20) as cupy:
+        found = asyncio.run(found_for(DECIDED[name], cupy, device_while=on_card))
+    assert found.counts == DECIDED_BY[name][on_card]
+    assert found.plan.count("the card runs it") == on_card * found.counts.graphs
 
 
 async def test_allocations_are_counted_while_they_are_asked_for() -> None:
