@@ -18,7 +18,7 @@ MAKING = "    def __init__(", "    def __post_init__("
 
 # How many attributes and booleans the classes above a limit have. The list only shrinks.
 LARGER: dict[str, tuple[int, int]] = {
-    "Run": (37, 6),
+    "Run": (36, 6),
     "SimDevice": (32, 1),
     "CudaDevice": (34, 1),
     "Timeline": (29, 1),

@@ -23,7 +23,7 @@ from asyncflow.streams.holding import RunPart, current_part, own_context
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-    from asyncflow.compiler.plan import Partition, Plan
+    from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.survey import Survey
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.calls.session_options import SessionOptions
@@ -101,7 +101,6 @@ class Run:
     is_finished: bool = field(default=False, init=False)
     """True if no work of the run is left."""
     executors: list[Executor | LoneFiring] = field(default_factory=list, init=False)
-    _partitions: Sequence[Partition] = field(init=False)
     _plan: Plan = field(init=False)
     _started_ns: int = field(init=False)
     awaited: asyncio.Future[None] | None = field(default=None, init=False)
@@ -151,7 +150,7 @@ class Run:
         self.in_caller = plan.survey.waits and self.emitter is None
         self.survey = plan.survey
         self._started_ns = self.turn.clock() if self.trace is not None else 0
-        self._partitions, self._plan = plan.partitions, plan
+        self._plan = plan
         self.rendezvous = Rendezvous() if len(plan.partitions) > 1 else _NO_MEETING
         if plan.lone_firing is not None and self.trace is None:
             self.executors.append(LoneFiring(plan.lone_firing, self, self.devices[plan.partitions[0].device]))
@@ -297,7 +296,7 @@ class Run:
         results = self.executors[0].scheduler.results
         if len(self.executors) == 1 and not self.stayed:
             return results
-        for executor, partition in zip(self.executors, self._partitions, strict=True):
+        for executor, partition in zip(self.executors, self._plan.partitions, strict=True):
             scheduler = executor.scheduler
             if scheduler.results is not results:
                 for index in partition.fetch_indexes:

@@ -419,7 +419,7 @@ class Batcher(Generic[M]):
         return is_settled
 
     def _by_urgency(self, lanes: Sequence[Lane[M]]) -> Iterator[Lane[M]]:
-        ranked = PriorityLine[float, Lane[M]](self._shares)
+        ranked: PriorityLine[float, Lane[M]] = PriorityLine(self._shares)
         for lane in lanes:
             if lane.suspects:
                 priority, due_ns = min(each.priority for part in lane.suspects for each in part), -inf

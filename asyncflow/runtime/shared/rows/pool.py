@@ -230,7 +230,7 @@ class PoolRows(Generic[A]):
         """Type of the groups, by the place of their rows."""
         self.alone: A | None = None
         """The activation that was singled out."""
-        self.line = PriorityLine[float, A]()
+        self.line: PriorityLine[float, A] = PriorityLine()  # type arguments cost as much as the rest
         """By priority, the activation that is due first in front."""
         self._arrivals = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
