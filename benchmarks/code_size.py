@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 13_218,
     "asyncflow/runtime/": 11_275,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 9_437,
+    "asyncflow/devices/": 9_440,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_593,

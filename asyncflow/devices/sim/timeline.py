@@ -53,10 +53,12 @@ class NotedSpans(Sequence[Span]):
     def __iter__(self) -> Iterator[Span]:
         notes = iter(self._notes)
         for label, role, started_ns, ended_ns, nbytes, now_ns, used, moved in zip(*[notes] * _COLUMNS, strict=True):
-            yield Span(label, role, started_ns, ended_ns, nbytes, (now_ns, used, *moved))
+            yield _new_tuple(Span, (label, role, started_ns, ended_ns, nbytes, (now_ns, used, *moved)))
 
 
 _COLUMNS = 8
+
+_new_tuple = tuple.__new__  # past the constructor of a named tuple, which takes longer than all else here
 
 
 class _HeldStorages(list[Storage]):

@@ -52,13 +52,11 @@ class _Launched(NamedTuple):
         for own_label, stream, began, ended, nbytes, sample in islice(spans, count):
             shown, kind = own_label if is_region and not nbytes else label, "copy" if nbytes else op
             scheduled = min(began, after)
-            record = run, shown, kind, tag, name, stream, scheduled, began, ended, outputs, "ok", location
-            firings.append(_new_tuple(Firing, (*record, None, 0, None, nbytes, 0)))
-            samples.append(
-                _new_tuple(MemorySample, (name, *sample))
-                if len(sample) == _FULL_SAMPLE
-                else MemorySample(name, *(sample or (ended, *self.memory)))
-            )
+            rest = None, 0, None, nbytes, 0
+            record = run, shown, kind, tag, name, stream, scheduled, began, ended, outputs, "ok", location, *rest
+            firings.append(_new_tuple(Firing, record))
+            held = sample or (ended, *self.memory)
+            samples.append(_new_tuple(MemorySample, (name, *held, *_NO_MOVES[len(held) :])))
         return firings, samples
 
 
@@ -342,7 +340,8 @@ def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
 
 
 _new_tuple = tuple.__new__
-_FULL_SAMPLE = len(MemorySample._fields) - 1
+_NO_MOVES = (0,) * (len(MemorySample._fields) - 1)
+"""Ends the sample of a device that moves no saved values: the defaults of a `MemorySample`."""
 
 
 class _Timed(deque["tuple[PlanNode, Iteration]"]):
