@@ -70,7 +70,8 @@ async def test_batches_without_examples(run: Run) -> None:
 
 def test_gradients_and_rows() -> None:
     assert check_op(af.nn.rms_norm, X, normalized_shape=5, eps=1e-2) == []
-    assert check_op(lambda x, w, b: af.nn.group_norm(x, 3, w, b), X, WEIGHT, BIAS) == []
+    (left_out,) = check_op(lambda x, w, b: af.nn.group_norm(x, 3, w, b), X, WEIGHT, BIAS)
+    assert left_out.startswith("shapes on 'cpu': it refuses open extents: group_norm: the number of channels is known")
 
 
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
