@@ -3,7 +3,7 @@
 A cell is a function ``cell(x, state) -> (output, state)`` of one step of a batch; `lstm_cell` and `gru_cell` are, once
 they are given weights. `dynamic_rnn` runs any cell over sequences of different lengths. Losses are given for each
 example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end. `rms_norm` and `group_norm`
-normalise layers.
+normalise layers, and `scaled_dot_product_attention` is the attention of transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import typing as _typing
 
 from asyncflow.foreign_names import facade as _facade
+from asyncflow.nn.attention import scaled_dot_product_attention as scaled_dot_product_attention
 from asyncflow.nn.dynamic_rnn import dynamic_rnn as dynamic_rnn
 from asyncflow.nn.gru import GRUWeights as GRUWeights
 from asyncflow.nn.gru import gru_cell as gru_cell

@@ -26,6 +26,8 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     products = [af.matmul(x, y), af.vecdot(x, y), af.einsum("abc,cab->b", x, y)]
     contracted: list[Any] = [0, 1, 3, ((2,), (0,)), ((2, 0), (-1, 1))]
     over_axes = [af.tensordot(x, y, axes=axes) for axes in contracted]
+    heads = [af.reshape(each, (2, 2, 2)) for each in (x, y)]
+    products.append(af.nn.scaled_dot_product_attention(heads[0], heads[1], heads[1]))
     products += over_axes if x.shape is not None else over_axes[:3]  # else listed axes have no gradient
     read = [x[i], af.take(x, rows, axis=2), af.take_along_axis(x, af.astype(y, "int64"), axis=2), x[..., ::2, None]]
     changed = [

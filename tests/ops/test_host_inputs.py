@@ -213,6 +213,7 @@ def _indexing(x: Tensor, n: Tensor) -> list[Tensor]:
         af.segment_sum(x, n[:2], 3),
         af.bincount(n, weights=x[0]),
         softmax_cross_entropy(x, n[:2]),
+        *af.gradients(af.nn.scaled_dot_product_attention(x, x, x, scale=1.0, lengths=n[0]), [x]),
     ]
     return [*found, *af.nonzero(x), *af.unique_all(n), *af.unique_counts(n), *af.unique_inverse(n), af.unique_values(n)]
 
