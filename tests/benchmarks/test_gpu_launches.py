@@ -51,7 +51,7 @@ DECIDED_BY: Final = {
     "Newton": (Counts(14, 0, 7, 15), Counts(0, 1, 8, 3)),
     "Newton, training": (Counts(20, 0, 5, 28), Counts(9, 2, 21, 19)),
 }
-"""Where the host decides, and with ``device_while=True``."""
+"""Counts with the host deciding, and with ``device_while=True``."""
 
 TRACED: Final = {"ragged, training": 51, "Tree-LSTM, training": 90}
 """Kernels by a trace, where that counts fewer: some ops make several launches for a node."""

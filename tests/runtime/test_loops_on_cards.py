@@ -250,6 +250,22 @@ def trained_with_branches() -> Built:
     return with_gradients(x, of=until(150, step, x)), feeds
 
 
+def trained_with_loops_in_branches() -> Built:
+    """One side has a loop, the other one has another, and a branch inside has a third."""
+    x, feeds = matrix()
+
+    def grown(y: af.Tensor, most: float) -> af.Tensor:
+        return af.while_loop(lambda z: af.max(z) < most, lambda z: z * 1.25 + af.sin(z) * 0.25 + 0.25, y)
+
+    def large(y: af.Tensor) -> af.Tensor:
+        return af.cond(af.max(y) > 4, lambda: grown(y, 5) + af.tanh(y), lambda: y + 0.5)
+
+    def step(y: af.Tensor) -> af.Tensor:
+        return af.cond(af.sum(y) > 9, lambda: large(y) + 0.25, lambda: af.tanh(grown(y @ x, 2)) + y)
+
+    return with_gradients(x, of=until(300, step, x)), feeds
+
+
 TRAINED = [
     trained,
     trained_with_variables,
@@ -261,6 +277,7 @@ TRAINED = [
     pytest.param(trained_in_three_levels, marks=pytest.mark.slow),
     trained_with_a_counted_loop_inside,
     trained_with_branches,
+    trained_with_loops_in_branches,
 ]
 
 

@@ -61,11 +61,19 @@ class Program:
     def body(self, depth: int, values: Values) -> Values:
         for _ in range(self.random.randint(1, 3)):
             if depth > 1 and self.random.random() < 0.7:
-                values = self.loop(depth - 1, values)
+                values = self.inner(depth, values)
             else:
                 place = self.random.randrange(STATE)
                 values = (*values[:place], self.value(values), *values[place + 1 :])
         return values
+
+    def inner(self, depth: int, values: Values) -> Values:
+        """A loop, or a branch with a loop on one side."""
+        if self.random.random() < 0.7:
+            return self.loop(depth - 1, values)
+        sides = [lambda: self.loop(depth - 1, values), lambda: (self.value(values), *values[1:])]
+        self.random.shuffle(sides)
+        return tuple(af.cond(af.sum(values[0]) > self.random.uniform(-1, 2), *sides))
 
     def loop(self, depth: int, values: Values) -> Values:
         """A loop that decides by values of the card, and ends after some iterations."""

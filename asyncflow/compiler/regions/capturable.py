@@ -20,14 +20,14 @@ from collections.abc import Set as AbstractSet
 from asyncflow.autodiff.stores.saved_values import MOVING_STORE, READ_SAVED
 from asyncflow.compiler.program.host_values import add_host_values, computes_on_host, finds_its_inputs, keeping
 from asyncflow.compiler.program.loops.counters import trip_count
-from asyncflow.compiler.regions.device_logs import inner_stores, is_new_store, origin, saves_of
+from asyncflow.compiler.regions.device_logs import inner_stores, is_new_store, origins, saves_of
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.decisions import LogSpec
 from asyncflow.errors import counted
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import WAITS, Op, runs_on_host
-from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec
@@ -194,23 +194,23 @@ def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor], *, is_inside:
         or ("its predicate is a number on the host" if loop.decision in inside else None)
         or _host_vector(loop.inputs[: loop.n_vars], on_host)
         or _host_vector(loop.body.results, inside)
-        or _first_obstacle(loop, inside)
+        or _first_obstacle(loop, inside, frozenset())
     )
 
 
-def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
+def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor], stores: AbstractSet[Node]) -> str | None:
     """Return the reason why the first unsuitable node in a branch or loop cannot be in a device's loop; None without
     one.
     """
     # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
     nodes = [inner for body in node.subgraphs for inner in body.nodes]
-    logged = _in_logs(node)
+    logged = _in_logs(node) | stores
     for inner in sorted(nodes, key=lambda inner: inner.op is DEVICE_WHILE):
         if isinstance(inner, StructuredNode):
             if isinstance(inner, WhileNode):
                 obstacle = why_host_drives(inner, inside, is_inside=True)
             else:
-                obstacle = _why_no_branch(inner, inside)
+                obstacle = _why_no_branch(inner, inside, logged)
             if obstacle is not None:
                 return f"in {inner.name}, {obstacle}"
         elif inner in logged or inner.op is PARAMETER:
@@ -241,9 +241,9 @@ def _no_log(loop: WhileNode) -> str | None:
     return None if other is None else f"it reads the store {other.node.name}, which is the host's"
 
 
-def _why_no_branch(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
+def _why_no_branch(node: StructuredNode, inside: AbstractSet[Tensor], stores: AbstractSet[Node]) -> str | None:
     results = [result for branch in node.subgraphs for result in branch.results]
-    return _no_buffers(node) or _host_vector(results, inside) or _first_obstacle(node, inside)
+    return _no_buffers(node) or _host_vector(results, inside) or _first_obstacle(node, inside, stores)
 
 
 def _no_buffers(node: StructuredNode) -> str | None:
@@ -255,6 +255,8 @@ def _no_buffers(node: StructuredNode) -> str | None:
         if place in saves:
             if (obstacle := _why_no_entry(saves[place])) is not None:
                 return obstacle
+        elif tensor.dtype == VARIANT and isinstance(node, CondNode) and all(map(is_new_store, origins(tensor))):
+            continue  # if they are not for the loop around it, they are found out as nodes
         elif tensor.dtype == VARIANT and isinstance(node, WhileNode) and node.inputs[place].node.op is MOVING_STORE:
             return "its saved values are to leave the card"
         elif not _is_fixed(tensor.spec):
@@ -267,9 +269,11 @@ def _why_no_entry(save: Node) -> str | None:
     value = save.inputs[2]
     if value.dtype == VARIANT:
         # A store from further outside would have one base in all iterations, and no cursor.
-        made = origin(value)
-        is_inside = made.graph is save.graph and is_new_store(made)
-        return None if is_inside else f"its saved value {_named(value.node)} is a store, which the host keeps"
+        return (
+            None
+            if all(map(is_new_store, origins(value)))
+            else f"its saved value {_named(value.node)} is a store, which the host keeps"
+        )
     return None if _is_fixed(value.spec) else f"its saved value {_named(value.node)} is {_unfit(value.spec)}"
 
 
