@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.placement import assign_streams
 from asyncflow.devices import captures
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs import graph as cuda_graph
@@ -40,11 +41,15 @@ class Program:
         self.dice = dice
         with af.Graph() as self.graph:
             self.x = af.placeholder("float32", (ROWS, WIDTH), name="x")
+            self.xs = af.placeholder("float32", (MOST, ROWS, WIDTH), name="xs")
             self.n, self.k = (af.placeholder("int64", (), name=name) for name in "nk")
             self.rate = af.placeholder("float32", (), name="rate")
             self.w = af.Variable(_numbers(dice, WIDTH, WIDTH), name="w")
             self.b = af.Variable(_numbers(dice, WIDTH), name="b")
             result, others = self.loop(2)
+            if dice.random() < 0.5:  # two loops that do not wait for each other
+                beside, found = self.loop(1)
+                result, others = result + beside, [*others, *found]
             loss = af.sum(af.square(result)) / 100
             self.fetches = [loss, result, *others]
             grads = af.gradients(loss, [self.w, self.b, self.x])
@@ -89,6 +94,9 @@ class Program:
             lambda i, h: af.concat([af.tanh(h[:, 1:]), h[:, :1]], axis=1),
             lambda i, h: h / (1 + af.sum(af.square(h), axis=-1, keepdims=True)),
             lambda i, h: h + self.rate,
+            # Rows that are known ahead of the loop, whose products are made together.
+            lambda i, h: af.tanh(self.xs[i % MOST] @ self.w + h),
+            lambda i, h: h * af.sigmoid(af.concat([self.xs[i % MOST][:, :2], self.x[:, 2:]], axis=1) @ self.w),
         ]
         if depth > 1:
             inner = [self.body(1) for _ in range(self.dice.randint(1, 2))]
@@ -110,6 +118,7 @@ class Program:
         own = Random(number)
         return {
             self.x: _numbers(own, ROWS, WIDTH),
+            self.xs: _numbers(own, MOST, ROWS, WIDTH),
             self.n: 1 + number // 3 % 2 * (MOST - 1),
             self.k: number // 3 % 2,
             self.rate: np.float32(own.choice((0.1, 0.2))),
@@ -185,7 +194,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "swap": {"saved_values": "swap"},
     "limit": {"memory_limit": 1 << 20},
     "tight limit": {},
+    "streams": {"compute_streams": 2},
 }
+QUICK = "plain", "streams"
+"""The others are slow."""
 
 
 SLICES = (None, 0), (1 << 20, 0), (1, 0), (2, 2)
@@ -226,7 +238,7 @@ def compare_simulated(seed: int, name: str) -> None:
 async def compare(seed: int, name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(Random(seed))
     expected, limits = None, dict[str, int]()
-    for slices, cancels in WITHOUT_LIMIT if name == "plain" else SLICES:
+    for slices, cancels in WITHOUT_LIMIT if name in QUICK else SLICES:
         way = Way({**WAYS[name], **limits, "cuda_graphs": slices is not None}, slices, cancels)
         found = await steps(program, way, STEPS, Random(f"{seed}"), path / f"{seed}", monkeypatch)
         expected = found if expected is None else expected
@@ -237,13 +249,14 @@ async def compare(seed: int, name: str, path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
 )
 def test_steps_give_the_same_bits_however_they_reach_the_card(
     name: str, pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captures, "WARM_UPS", 1)
     monkeypatch.setattr(cuda_graph, "CALM", 0)
+    monkeypatch.setattr(assign_streams, "_LIGHT_NS", 0.0)  # small kernels go to any stream, too
     first = crc32(f"{pytestconfig.getoption('turn')} {name}".encode()) % 10_000
     for seed in range(first, first + SEEDS):
         try:
