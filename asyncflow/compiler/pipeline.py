@@ -240,7 +240,7 @@ def _batch_loops(program: Program, context: Context) -> None:
         context.block_bytes or 0,
         usual if is_usual else least,
         find_host_values(program.graph) if has_cards(context.devices) else None,
-        find_device_loops(program.graph) if context.has_device_loops else (),
+        find_device_loops(program.graph, limited=context.has_limits) if context.has_device_loops else (),
     )
 
 
@@ -283,8 +283,11 @@ def _keep_vectors(program: Program, context: Context) -> None:
 
 @wraps(make_device_loops)
 def _make_device_loops(program: Program, context: Context) -> None:
-    fusion, kept = context.options.fusion, program.kept_on_host
-    program.loop_reasons = make_device_loops(program.graph, context.enqueuing, fusion=fusion, kept=kept)
+    # Without regions the host launches no fused kernels either, and these may round otherwise.
+    fusion, kept = context.options.fusion and program.request.regions, program.kept_on_host
+    program.loop_reasons = make_device_loops(
+        program.graph, context.enqueuing, fusion=fusion, kept=kept, limited=context.has_limits
+    )
 
 
 @wraps(find_host_values)

@@ -309,6 +309,19 @@ async def test_saved_values_that_are_to_move_keep_a_loop_with_the_host() -> None
     assert "reads the predicate of each iteration: its saved values are to leave the card\n" in explained
 
 
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(trained, "are to leave the card"), (trained_in_two_levels, "may have to leave a card with a memory_limit")],
+)
+async def test_a_limit_of_memory_keeps_trained_loops_with_the_host(build: Callable[[], Built], reason: str) -> None:
+    assert f": its saved values {reason}\n" in await check_equal(build, graphs=0, memory_limit=200 << 10)
+
+
+@pytest.mark.parametrize("option", ["regions", "fusion", "optimize"])
+async def test_bits_are_equal_without_fused_kernels(option: str) -> None:
+    await check_equal(trained_in_two_levels, graphs=2, **{option: False})
+
+
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 LOGGED = [

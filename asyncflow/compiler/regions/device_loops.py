@@ -36,7 +36,12 @@ from asyncflow.values import Kernel, Namespace
 
 
 def make_device_loops(
-    graph: Graph, devices: Collection[str], *, fusion: bool = True, kept: AbstractSet[Tensor] = frozenset()
+    graph: Graph,
+    devices: Collection[str],
+    *,
+    fusion: bool = True,
+    kept: AbstractSet[Tensor] = frozenset(),
+    limited: bool = False,
 ) -> dict[Node, str]:
     """Replace loops by `device_while` nodes, in place, also in the bodies of other loops and of branches.
 
@@ -45,11 +50,12 @@ def make_device_loops(
         devices: names of the CUDA devices.
         fusion: make one kernel of chains of elementwise ones.
         kept: tensors whose values a pass keeps on the host.
+        limited: a device has a limit of memory, so that saved values may have to move, which they do for the host.
 
     Returns:
         The loops of one card that decide by its values, and that the host drives all the same, with the reasons.
     """
-    loops = _DeviceLoops(graph, devices, kept)
+    loops = _DeviceLoops(graph, devices, kept, limited)
     # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
     while replaced := loops.replace_one(graph):
         for loop, made in reversed(replaced.items()):
@@ -58,9 +64,9 @@ def make_device_loops(
     return loops.reasons
 
 
-def find_device_loops(graph: Graph) -> set[Node]:
+def find_device_loops(graph: Graph, *, limited: bool = False) -> set[Node]:
     """Return the loops that `make_device_loops` would replace if all nodes without a request were on one card."""
-    loops, found = _DeviceLoops(graph, None, frozenset()), dict[WhileNode, Node]()
+    loops, found = _DeviceLoops(graph, None, frozenset(), limited), dict[WhileNode, Node]()
     while replaced := loops.replace_one(graph):
         found |= replaced
     loops.put_back(found)
@@ -70,10 +76,11 @@ def find_device_loops(graph: Graph) -> set[Node]:
 class _DeviceLoops:
     """Replaces loops of a graph; arguments are as of `make_device_loops`, but `devices` may be None for any."""
 
-    def __init__(self, graph: Graph, devices: Collection[str] | None, kept: AbstractSet[Tensor]) -> None:
+    def __init__(self, graph: Graph, devices: Collection[str] | None, kept: AbstractSet[Tensor], limited: bool) -> None:
         self.graph = graph
         self.devices = devices
         self.kept = kept
+        self.limited = limited
         self.reasons: dict[Node, str] = {}
         self.filled: dict[Node, list[Filled]] = {}
         self.look()
@@ -106,6 +113,8 @@ class _DeviceLoops:
 
     def replace(self, loop: WhileNode, replaced: dict[WhileNode, Node]) -> str | None:
         """Replace a loop, and then the loops that read its saved values; return the reason if one of them stays."""
+        if self.limited and saves_of(loop):
+            return "its saved values may have to leave a card with a memory_limit"
         filled = fill_absent(loop)
         if (obstacle := why_host_drives(loop, self.on_host)) is not None:
             _undo(filled)
