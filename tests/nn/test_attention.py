@@ -160,6 +160,20 @@ def test_memory_grows_with_the_length_alone(monkeypatch: pytest.MonkeyPatch) -> 
         assert peak < 1 << 20
 
 
+def test_scores_of_unseen_keys_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1 << 12)
+    q = RNG.standard_normal((2, 1, 64, 8))
+    attrs = {"causal": False, "scale": 1.0, "masked": False}
+
+    def computed(further: list[np.ndarray], **options: Any) -> int:
+        blocks = attention._Blocks(np, {**attrs, **options}, q, q, q, *further)
+        return sum(probabilities.size for *_, probabilities in blocks)
+
+    assert computed([]) == 2 * 64 * 64
+    assert computed([], causal=True) == 2 * sum(8 * stop for stop in range(8, 65, 8))
+    assert computed([np.array([5, 64])]) == 64 * 5 + 64 * 64
+
+
 @pytest.mark.parametrize("case", CASES)
 async def test_on_a_card(graph: af.Graph, case: str) -> None:
     x = af.placeholder("float64", QUERY.shape)
