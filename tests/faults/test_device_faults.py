@@ -39,8 +39,8 @@ KINDS: dict[str, tuple[type[Any], Callable[[], AbstractContextManager[Any]]]] = 
 
 NEVER_CALLED = {
     *((CpuDevice, name) for name in ("check_loops", "describe")),
-    *((SimDevice, name) for name in ("bind_loop", "check_loops", "describe", "resident")),
-    *((CudaDevice, name) for name in ("bind_loop", "check_loops", "describe")),
+    *((SimDevice, name) for name in ("bind_loop", "check_loops", "describe", "keep_taken", "require_data", "resident")),
+    *((CudaDevice, name) for name in ("bind_loop", "check_loops", "describe", "keep_taken")),
     *((ThreadStream, name) for name in ("enqueue", "record", "wait")),
     *((MemoryAccount, name) for name in ("count", "forget", "statistics", "top", "uncounted")),
 }

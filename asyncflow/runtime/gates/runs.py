@@ -185,8 +185,8 @@ class Runs:
         ticket = None if begun is not None else self._enter(call.plan, ask, values)
         # Most calls wait for nothing. Their runs start here, without the coroutine and the record that gates need: that
         # saves a small request a tenth of its instructions.
-        is_free = ticket is None and begun is None and is_wanted is None
-        if plan is not None and is_free and self._may_pass(plan, ask):
+        held = atomic or in_flight.atomic.claims or ticket or begun or is_wanted or self.memory_turns
+        if plan is not None and not (held or plan.survey.takes or (timeout is not None and plan.survey.only_awaits)):
             if checked is None:
                 checked, waits = call.check(values)
             if not (waits or plan.survey.read_on_host):
@@ -197,7 +197,8 @@ class Runs:
                         fetched = await self.copies.of_results(fetched)
                 finally:
                     self._calls -= 1
-                    in_flight.tell_ended()
+                    if in_flight.ended is not None:
+                        in_flight.ended.set()
                 return call.result(plan, fetched, allow_dead=allow_dead)
         passing = _GatedCall(call, ask, ticket=ticket, begun=begun, plan=plan, waits=waits)
         passing.allow_dead, passing.is_wanted = allow_dead, is_wanted
@@ -241,7 +242,8 @@ class Runs:
             raise
         finally:
             self._calls -= 1
-            in_flight.tell_ended()
+            if in_flight.ended is not None:
+                in_flight.ended.set()
         if passing.taken is not None:
             passing.taken.settle(None)
         return passing.call.result(plan, fetched, allow_dead=passing.allow_dead)
@@ -341,13 +343,6 @@ class Runs:
             return None
         in_flight = self.in_flight
         return self.admission.enter(plan, ask, values, in_flight.turn, calls or self._calls + 1, in_flight.begun)
-
-    def _may_pass(self, plan: Plan, ask: Ask) -> bool:
-        """Return True if all gates behind admission are open to a run, which has nothing to give back at its end."""
-        survey = plan.survey
-        if ask.atomic or self.in_flight.atomic.claims or survey.takes or self.memory_turns is not None:
-            return False
-        return ask.timeout is None or not survey.only_awaits
 
     async def _open(self, passing: _GatedCall, values: Sequence[Value]) -> tuple[Plan, list[Value] | None]:
         """Comes back when a run may start, with its plan; and with its fetched values, if it is over by then."""

@@ -275,24 +275,13 @@ class Run:
             except BaseException as error:
                 self.is_stopped = True
                 self.executors[0].failures.append((self.turn.count(), -1, error))
-        if not self.is_stopped and cancelled is None:
-            return self._results()
-        failure = self._first_failure() if self.is_stopped else None
-        if isinstance(failure, OutOfMemoryError):
-            for advice in memory_advice(failure, self._plan, self.devices):
-                failure.add_note(advice)
-        if self._status == "cancelled" or failure is None:
-            if cancelled is not None and failure is not None:
-                cancelled.add_note(f"a kernel in flight failed: {failure}")
-            failure = cancelled
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
-        return self._results()
-
-    def _results(self) -> list[Value]:
+        if self.is_stopped or cancelled is not None:
+            failure = self._failure(cancelled)
+            try:
+                if failure is not None:
+                    raise failure
+            finally:
+                del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
         results = self.executors[0].scheduler.results
         if len(self.executors) == 1 and not self.stayed:
             return results
@@ -304,6 +293,18 @@ class Run:
         for index, value in self.stayed.items():
             results[index] = value
         return results
+
+    def _failure(self, cancelled: asyncio.CancelledError | None) -> BaseException | None:
+        """Return the error that the run ends with, where its wait may have been `cancelled`; None if it has results."""
+        failure = self._first_failure()
+        if isinstance(failure, OutOfMemoryError):
+            for advice in memory_advice(failure, self._plan, self.devices):
+                failure.add_note(advice)
+        if self._status != "cancelled" and failure is not None:
+            return failure
+        if cancelled is not None and failure is not None:
+            cancelled.add_note(f"a kernel in flight failed: {failure}")
+        return cancelled
 
     def stop(self, status: str) -> None:
         """Stop the run early; `wait` then only waits for work in flight."""

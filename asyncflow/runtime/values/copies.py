@@ -22,8 +22,10 @@ from asyncflow.values import Value
 
 def has_large(values: Sequence[object]) -> bool:
     """Return True if some value is too large to be copied on the event loop."""
-    # A list takes half the time of a generator.
-    return True in [type(value) is np.ndarray and value.nbytes > LARGE_BYTES for value in values]
+    for value in values:  # noqa: SIM110 - every result comes here, and a generator is slow
+        if type(value) is np.ndarray and value.nbytes > LARGE_BYTES:
+            return True
+    return False
 
 
 class CopyThread(ThreadStream):
