@@ -158,6 +158,7 @@ def test_a_result_with_gaps_is_copied_out(card: Card) -> None:
         (1, True),
         (1.0, 1),
         (np.arange(2), np.arange(1, 3)),
+        (np.arange(1000), np.arange(1, 1001)),
         ("a", b"a"),
     ],
 )
