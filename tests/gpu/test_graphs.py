@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import asyncflow as af
 from asyncflow.devices.captures import WARM_UPS, GraphCode
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.graphs.conditional import ENDED, STOPPED, TOO_LONG, Limits
@@ -395,6 +396,29 @@ async def test_t13_a_loop_on_the_card_holds_our_own_products(card: Card) -> None
         found, count = await _launched(device, loop, [start], [factor])
         assert count == 8
         np.testing.assert_array_equal(found[0], np.linalg.matrix_power(matrix, 16))
+
+
+@pytest.mark.slow
+@on_loop
+async def test_t13_a_loop_is_trained_on_the_card(card: Card) -> None:
+    """Entries of 4 and 12 bytes, of a loop in a loop: equal to the bit to the loops that the host drives."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (3,))
+
+        def step(y: af.Tensor) -> af.Tensor:
+            inner = af.while_loop(lambda z: af.max(z) < 3, lambda z: z * 1.25 + af.sin(z) * 0.25 + 0.5, af.abs(y) * 0.5)
+            return af.tanh(inner) * 0.5 + y + af.max(y) * 0.125
+
+        y = af.while_loop(lambda y: af.sum(y) < 200, step, x)
+        fetches = [y, *af.gradients(af.sum(y * y), [x])]
+    found = []
+    for on_card in (False, True):
+        async with af.Session(graph, ["cuda:0"], device_while=on_card, loop_batching=False) as session:
+            assert session.plan(fetches, [x]).explain().count("the card runs it") == 2 * on_card
+            for _ in range(3):
+                results = await session.run(fetches, {x: np.array([0.5, 1.0, 1.5], np.float32)})
+                found.append([result.tobytes() for result in results])
+    assert found == found[:1] * len(found)
 
 
 def _product_at(place: str, xp: Any) -> Callable[..., Any]:

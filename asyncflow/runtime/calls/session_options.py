@@ -62,9 +62,10 @@ class SessionOptions:
             it. New; right on the one card it ran on, and about three times as fast there. Graphs with stores and
             variables have run on the stand-in for a card alone.
         device_while: run loops that decide by arrays on the card, with no copy to the host in between. Their bodies
-            are such operations, branches and loops. It needs the package ``cuda-bindings``, which the extras
-            ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop whether the
-            card runs it. New; right on the one card it ran on.
+            are such operations, branches and loops, and so are their gradients. It needs the package
+            ``cuda-bindings``, which the extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13.
+            ``Plan.explain()`` says for each loop whether the card runs it. New; right on the one card it ran on, and
+            with gradients on the stand-in for a card alone.
         without: names of compiler passes that are left out, such as ``["fold"]``, to find which one a result depends
             on; ``docs/design/README.md`` lists them. Results are the same within rounding.
         dump: print to the standard error what compiler passes change when a plan is compiled, as a diff of the graph's
