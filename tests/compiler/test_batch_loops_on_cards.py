@@ -333,7 +333,10 @@ def test_a_simulated_step_is_shorter_and_as_long_without_data(graph: af.Graph) -
 
 @pytest.mark.parametrize("share", [0.9, 0.7])
 def test_limits_hold_for_operands_that_wait(graph: af.Graph, share: float) -> None:
-    """The plan of the memory counts them: the same bits in less memory, and blocks of the usual size."""
+    """The plan of the memory counts them: the same values in less memory, and sums in blocks of the usual size.
+
+    The products of the forward loop are of fewer rows each. On processors without AVX-512, these round differently.
+    """
     steps, room = 96, 64 << 20
     cell = Recurrent(steps, batch=32, width=16)
     fetches = trained(cell.loop(last=steps), cell.w, cell.u)
@@ -352,7 +355,8 @@ def test_limits_hold_for_operands_that_wait(graph: af.Graph, share: float) -> No
     limit = int(share * most)
     with virtual_clock("1 x v100") as clock:
         less, peak, planned = clock.run(run(limit))
-    assert [value.tobytes() for value in less] == [value.tobytes() for value in kept]
+    for each, expected in zip(less, kept, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
     assert peak <= limit
     assert planned.has_usual_blocks
     assert planned.held == pytest.approx(peak, rel=0.1)
