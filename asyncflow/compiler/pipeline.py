@@ -270,12 +270,6 @@ def _survey(program: Program, context: Context) -> None:
     program.saved = find_saved(program.graph)
 
 
-@wraps(mark_last_reads)
-def _mark_last_reads(program: Program, context: Context) -> None:
-    # The gradients that a read adds up may be in memory of another stream of a card, which would use it again at once.
-    mark_last_reads(program.graph, of_gradients=not (context.has_streams and has_cards(context.devices)))
-
-
 @wraps(keep_vectors)
 def _keep_vectors(program: Program, context: Context) -> None:
     program.kept_on_host = keep_vectors(program.graph, context.enqueuing)
@@ -379,7 +373,7 @@ PASSES = (
     Pass("batch_loops", _batch_loops, _batches),
     # Drops stores and captures that the passes above have left without users; reads that are the last are then found.
     Pass("prune", _prune, _optimizes),
-    Pass("last_reads", _mark_last_reads, _optimizes),
+    Pass("last_reads", _of_graph(mark_last_reads), _optimizes),
     # Behind `prune`: its edges order nodes that are in the plan, and bring in none.
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),

@@ -438,12 +438,6 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """The form of such a value in regions of one compute stream; only for a device that `runs_regions`."""
         return constant
 
-    def keep_taken(self, value: Value, stream: int) -> None:
-        """Keep a value that a store has given up until the work given to a compute stream in this turn is done.
-
-        Its memory may belong to another stream; only for a device that `runs_regions`, with several streams.
-        """
-
     @abstractmethod
     def feed(self, value: Value, deliver: Deliver) -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.

@@ -12,7 +12,6 @@ import asyncflow as af
 from asyncflow.autodiff.stores.row_gradients import READ_ROWS
 from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.autodiff.stores.store_gradients import ELEMENT_GRADIENT
-from tests.fake_cupy.stand_in import stand_in
 
 
 def loop(x: Any, *, times: int = 5) -> Any:
@@ -181,17 +180,3 @@ async def test_a_gradient_of_an_element_is_read_last_where_that_was_written_once
     feeds = {x: np.array([0.3, 1.1, 0.7])}
     async with af.Session(graph, without=["last_reads"]) as plain:
         np.testing.assert_array_equal(await session.run(y, feeds), await plain.run(y, feeds))
-
-
-@pytest.mark.parametrize(("streams", "last"), [(1, 1), (2, 0)])
-async def test_gradients_of_elements_stay_where_streams_of_a_card_use_memory_again(
-    graph: af.Graph, streams: int, last: int
-) -> None:
-    """The sum of several may be made on another stream than the gradients were."""
-    x = af.placeholder("float64", (3,))
-    y = slope_through_array(x)
-    with stand_in(devices=1, nbytes=1 << 20):
-        async with af.Session(graph, ["cuda:0"], compute_streams=streams, regions=False) as session:
-            nodes = list(session.plan(y, [x]).graph.walk())
-    assert sum(bool(node.attrs.get("is_last")) for node in nodes if node.op is ELEMENT_GRADIENT) == last
-    assert any(node.attrs.get("is_last") for node in nodes if node.op is READ_SAVED)

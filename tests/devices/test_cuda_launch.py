@@ -273,40 +273,67 @@ async def test_a_store_of_another_stream_is_waited_for(seed: int) -> None:
             assert [await device.fetched(total) for total in totals] == [2.0 * 64 * 64] * 4
 
 
+class Store(list[Any]):
+    """A store of arrays, or of stores; see `asyncflow.devices.memory.Held`."""
+
+    entry_nbytes = grown_from = 0
+    gives_views = False
+
+    @property
+    def held(self) -> Store:
+        return self
+
+    def since(self, count: int) -> list[Any]:
+        return self[count:]
+
+    def buffers(self) -> list[Any]:
+        return []
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("is_nested", [False, True])
-async def test_what_a_region_has_taken_from_a_store_stays_for_its_later_steps(seed: int, is_nested: bool) -> None:
+@pytest.mark.parametrize("way", ["kernel", "region", "steps"])
+async def test_an_array_taken_from_a_store_stays_until_it_is_read(seed: int, is_nested: bool, way: str) -> None:
     """The first stream has made it, and uses the memory again once the second has read it."""
-    totals: list[Any] = []
+
+    def taken(store: Store) -> Any:
+        found = store.pop()
+        return found.pop() if is_nested else found
+
+    def steps(store: Store) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        array = taken(store)
+        yield None
+        return (array.sum(),)
 
     with FakeCupy(seed=seed) as cupy:
         async with opened(cupy, compute_streams=2) as device:
 
-            def steps(store: list[Any]) -> Generator[bool | None, int | None, tuple[Any, ...]]:
-                taken = store.pop()
-                device.keep_taken(taken, 1)
-                yield None
-                totals.append((taken[0] if is_nested else taken).sum())
-                return ()
-
-            def filled() -> list[Any]:
+            def filled() -> Store:
                 array = cupy.full((64, 64), 2.0)
-                return [[array] if is_nested else array]
+                return Store([Store([array]) if is_nested else array])
 
             store = device.bind(filled, info(keeps_arrays=True))()
-            firing = device.bind_region(steps, info(stream=1, single=False), is_generator=True)(store)
-            firing.send(None)
-            ended = asyncio.get_running_loop().create_future()
-            device.when_done(ended.set_result)
-            await ended  # so nothing is held for the first step any more
-            cupy.pause()
-            with pytest.raises(StopIteration):
+            if way == "kernel":
+                cupy.pause()
+                total = device.bind(lambda store: taken(store).sum(), info(stream=1))(store)
+            elif way == "region":
+                cupy.pause()
+                region = lambda store: (taken(store).sum(),)  # noqa: E731
+                (total,) = device.bind_region(region, info(stream=1, single=False), is_generator=False)(store)
+            else:
+                firing: Any = device.bind_region(steps, info(stream=1, single=False), is_generator=True)(store)
                 firing.send(None)
-            del firing
+                ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                device.when_done(ended.set_result)
+                await ended  # so nothing is held for the first step any more
+                cupy.pause()
+                with pytest.raises(StopIteration) as returned:
+                    firing.send(None)
+                (total,) = returned.value.value
+                del firing, returned
             for _ in range(3):
                 device.bind(lambda: cupy.full((64, 64), -1.0), info())()
             cupy.resume()
-            total = CudaArray(totals.pop(), device, device.compute_streams[1], "total")
             assert await device.fetched(total) == 2.0 * 64 * 64
             assert device.compute_streams[1].taken is None
 

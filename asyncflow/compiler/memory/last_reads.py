@@ -28,15 +28,15 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 
 
-def mark_last_reads(graph: Graph, *, of_gradients: bool = True) -> None:
-    """Gives each read of saved values that is the last its attribute; also reads `of_gradients`."""
+def mark_last_reads(graph: Graph) -> None:
+    """Gives each read of saved values that is the last its attribute."""
     uses = _StoreUses(graph)
     for loop in graph.walk():
         if isinstance(loop, WhileNode):
             for place, output in enumerate(loop.outputs):
                 if uses.is_filled_by(loop, place):
                     uses.mark(output, loop.body.results[place].node)
-                elif of_gradients and uses.is_added_to_by(loop, place):
+                elif uses.is_added_to_by(loop, place):
                     uses.mark_read(output)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.values import CudaArray, CudaHome, CudaOpaque
 from asyncflow.devices.values import as_scalar, is_plain, is_shape, stays_on_host
 from asyncflow.errors import InternalError
@@ -103,6 +104,23 @@ class Values:
         for x in arguments:
             if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone):
                 self.stream.hold(x)
+
+    def inside(self, arguments: Sequence[Value]) -> list[CupyArray]:
+        """Return the arrays in stores that are in memory of other streams.
+
+        A kernel that takes an array out of its store has used it, perhaps, after the last reference to it has gone.
+        """
+        if self._is_alone:
+            return []
+        found: list[CupyArray] = []
+        looked_at: list[Value] = [x.value for x in arguments if type(x) is CudaOpaque]
+        while looked_at:  # it grows by stores in stores
+            value = looked_at.pop()
+            if isinstance(value, self._ndarray):
+                found += [value] if home_of(value) is not self.stream else []
+            elif (held := getattr(value, "held", None)) is not None:
+                looked_at += [*held.since(0), *held.buffers()]
+        return found
 
     def placed(self, place: int, output: Value, info: KernelInfo) -> Placed:
         """Return the device value for an output; a host array stays if the compiler has planned that."""

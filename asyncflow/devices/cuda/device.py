@@ -391,10 +391,6 @@ class CudaDevice(Progress):
         if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
             stream.hold(*foreign)
 
-    def keep_taken(self, value: Value, stream: int) -> None:
-        """See `LogicalDevice`."""
-        self.hold_taken(self.compute_streams[stream], value)
-
     def hold_taken(self, stream: CudaStream, value: Value) -> None:
         """Keep a value that a store has given up, for the region that has taken it and goes on in steps on `stream`.
 

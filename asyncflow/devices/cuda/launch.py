@@ -69,6 +69,9 @@ class CudaLauncher:
         first = 1 if info.conduct.needs_context else 0
         raw = list(args)
         values.hold(args)
+        # The user of a value that is read only holds it.
+        if not info.moves_references and (inside := values.inside(args)):
+            values.stream.hold(*inside)
         try:
             with values.stream:
                 for index in range(first, len(args)):
@@ -195,6 +198,8 @@ class CudaRegionLauncher:
                 if info.code.vectors:
                     args = self._values.brought(args, info.code.vectors)
                 self._values.hold(args)
+                if inside := self._values.inside(args):
+                    stream.hold(*inside)
                 with stream, device.timed(stream, info.name):
                     device.launched += info.code.launches
                     stream.work.given += 1
@@ -211,7 +216,7 @@ class CudaRegionLauncher:
             # A driver that has measured a short time would launch more at once than the card's queue takes.
             most = max(1, MOST_AHEAD // max(1, launches))
             budget: int | None = None
-            taken: list[object] = []  # from stores, and used by later steps, too
+            taken: list[object] = list(self._values.inside(args))  # from stores, perhaps, and used by later steps, too
             try:
                 if info.code.vectors:
                     args = self._values.brought(args, info.code.vectors)

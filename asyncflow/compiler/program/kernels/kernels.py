@@ -216,9 +216,6 @@ def bind_member(
     if computes_on_host(node, on_host):
         return giving_scalars(bare(np), node)
     kernel, read = bare(device.xp), host_inputs(node)
-    # The region may be on another stream than the loop that has saved the values, and these are in its memory.
-    if node.op is READ_SAVED and node.attrs.get("is_last") and len(device.compute_streams) > 1:
-        return _keeping_taken(kernel, device, stream)
     vectors = [
         index
         for index, tensor in enumerate(node.inputs)
@@ -232,15 +229,6 @@ def bind_member(
     if operands and may_repeat and all(node.inputs[k].shape in ((), None) for k in operands):
         return _of_numbers(kernel, operands, device.xp)
     return kernel
-
-
-def _keeping_taken(kernel: Kernel, device: AsynchronousDevice, stream: int) -> Kernel:
-    def take(store: Value, index: Value) -> Value:
-        value = kernel(store, index)
-        device.keep_taken(value, stream)
-        return value
-
-    return take
 
 
 def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
