@@ -22,7 +22,7 @@ class Machine:
     Attributes:
         limit: of the device; None for none.
         others: bytes of other things than saved values.
-        together: most bytes that move by one copy; at most three tenths of the limit.
+        together: most bytes that move by one copy; at most 0.15 of the limit.
     """
 
     limit: int | None = 10 * MIB
