@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 13_263,
     "asyncflow/runtime/": 11_275,
     "asyncflow/ops/": 8_705,
-    "asyncflow/devices/": 9_452,
+    "asyncflow/devices/": 9_475,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_593,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 68_006
+TOTAL: Final = 68_030
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

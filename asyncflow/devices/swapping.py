@@ -92,14 +92,12 @@ class Swapping(Mover):
         """Take a value that is saved, or leave it to the store: gives what that is to hold.
 
         Args:
-            value: as kernels have it.
+            value: as kernels have it, of at least `SavedMoves.least_bytes`.
             label: the node that saves it.
             run: which it belongs to.
             moves: when it does.
             tag: the iteration, if the run is traced.
         """
-        if getattr(value, "nbytes", 0) < self.moves.least_bytes:
-            return value
         with self._lock:
             if self.is_at_rest:
                 self._wake()
@@ -112,28 +110,25 @@ class Swapping(Mover):
 
     def entry(self, value: Value, label: str, run: int, now_ns: int | None, *, moves: Moves, tag: str) -> Value:
         """The result of `keep` for a value saved now, or some time ago (None); under the lock."""
-        mover = self.moves
-        nbytes: int = getattr(value, "nbytes", 0)
-        found = self.movable(value) if nbytes >= mover.least_bytes else None
+        found = self.movable(value)
         if found is None:
             return value
-        known = self._known.get(id(found.owner))
+        owner, buffer, view = found
+        known = self._known.get(id(owner))
         if known is not None and known.value.holders:
-            return SavedEntry(known.value, found.view, mover.again(known.value, label))
-        if (
-            known is not None and known.value.handle.has_moved
-        ):  # it was read, and is saved again by the loop that reads it
-            return value
-        group = mover.group(run)
-        joined = mover.joined(group, nbytes, label) if moves == "always" else None
-        if joined is not None:
-            self.is_in(joined, found.owner, found.buffer)
-            return SavedEntry(joined, found.view, joined.rank)
-        handle = SavedHandle(nbytes, label, group, tag=tag)
-        (first,) = handle.values
-        self.is_in(first, found.owner, found.buffer)
-        self._start(mover.saved(handle, now_ns, moves=moves))
-        return SavedEntry(first, found.view, first.rank)
+            return SavedEntry(known.value, view, self.moves.again(known.value, label))
+        if known is not None and known.value.handle.has_moved:
+            return value  # it was read, and is saved again by the loop that reads it
+        nbytes: int = getattr(value, "nbytes", 0)
+        saved = self.moves.joined(run, nbytes, label) if moves == "always" else None
+        if saved is None:
+            handle = SavedHandle(nbytes, label, self.moves.group(run), tag=tag)
+            (saved,) = handle.values
+            self.is_in(saved, owner, buffer)
+            self._start(self.moves.saved(handle, now_ns, moves=moves))
+        else:
+            self.is_in(saved, owner, buffer)
+        return SavedEntry(saved, view, saved.rank)
 
     def rests(self, log: RestingLog) -> bool:
         """Return True if a store may keep one more value unreported; under its lock."""
@@ -168,6 +163,11 @@ class Swapping(Mover):
             BaseException: why it cannot come back.
         """
         value = entry.value
+        if is_last and value.is_inner and value.handle.state is SavedState.KEPT:
+            # It stays where it is. With the handle's last value, which is none of these, the lock is taken for all.
+            here, start = value.here, value.start
+            self._released.append(entry)
+            return entry.view(here, start)
         with self._lock:
             try:
                 was_away = value.handle.state is SavedState.AWAY
@@ -192,12 +192,15 @@ class Swapping(Mover):
         handle = value.handle
         if handle.state is SavedState.AWAY and handle.live > 1:
             room = self.moves.room(handle.group.key)
-            if room < handle.nbytes and self._split(handle, room):
+            if room < handle.nbytes and self._fit(value, room):
                 handle = value.handle
+        orders = self.moves.wanted(handle, self.now_ns(), rank)
+        if not orders.into:
+            return
         try:
-            self._start(self.moves.wanted(handle, self.now_ns(), rank), handle)
+            self._start(orders, handle)
         except MemoryLimitExceeded:
-            if handle.live < 2 or not self._split(handle, 0):
+            if not self._fit(value, 0):
                 raise
             self._start(self.moves.wanted(value.handle, self.now_ns(), rank), value.handle)
 

@@ -113,7 +113,7 @@ CELLS = [
 def test_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way: str, tmp_path: Path) -> None:
     """Behaviour 109: the same bits in three tenths of the memory, of which nothing is held in the end.
 
-    Where time is virtual, bytes are predicted within 10 %, or 15 % where three levels move: elsewhere it depends on the
+    Where time is virtual, bytes are predicted within 15 %: elsewhere it depends on the
     machine when copies end.
     """
     kept = once(kind, counts, tmp_path, memory_limit=ROOM, saved_values="keep")
@@ -125,8 +125,8 @@ def test_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way
     np.testing.assert_array_equal(less.values[1], kept.values[1])
     assert kept.predicted == pytest.approx(kept.peak, rel=0.1)
     if kind == "v100":
-        assert less.predicted == pytest.approx(less.peak, rel=0.1 if len(counts) == 2 else 0.15)
-        assert less.seconds < (1.35 if way == "auto" else 1.45) * kept.seconds
+        assert less.predicted == pytest.approx(less.peak, rel=0.15)
+        assert less.seconds < (1.32 if way == "auto" else 1.4) * kept.seconds
         assert kept.predicted_s == pytest.approx(kept.seconds, rel=0.25)
 
 

@@ -100,7 +100,7 @@ class Machine:
     def save(self, label: str, *, nbytes: int = MIB, run: int = 1, always: bool = False) -> SavedValue:
         self.now_ns += 1000
         group = self.moves.group(run)
-        joined = self.moves.joined(group, nbytes, label) if always else None
+        joined = self.moves.joined(run, nbytes, label) if always else None
         if joined is not None:
             return joined
         handle = SavedHandle(nbytes, label, group)

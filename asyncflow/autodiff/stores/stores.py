@@ -107,7 +107,8 @@ class MovingLog(StoreLog["Value"]):
         swapping, run = self._swapping, self.source[0]
         with self.lock:
             value = self[index] if index < len(self) else None  # it was read, or the store has ended
-            if value is not None and type(value) is not SavedEntry:
+            least_bytes = swapping.moves.least_bytes
+            if type(value) is not SavedEntry and getattr(value, "nbytes", -1) >= least_bytes:
                 self[index] = swapping.entry(value, self.label, run, None, moves=self._moves, tag=self._tag(index))
 
     def _tag(self, index: int) -> str:

@@ -255,18 +255,24 @@ class Mover(ABC):
             if not handle.copying:  # else at the end of the copy, which reads or writes there
                 self._discard(handle)
 
-    def _split(self, handle: SavedHandle, room: float) -> bool:
-        """Let the newest of the values that are AWAY together come without the others; return False if none can.
+    def _fit(self, value: SavedValue, room: float) -> bool:
+        """Take a value that is AWAY apart from the others, but for older ones, as many as have `room`.
 
-        They are as many as have `room`, and one at least.
+        Returns False if nothing could be taken apart.
         """
+        handle = value.handle
         held = handle.held
-        count, nbytes = 1, held[-1].nbytes
-        while count < len(held) and nbytes + held[-1 - count].nbytes <= room:
-            count, nbytes = count + 1, nbytes + held[-1 - count].nbytes
-        newest = held[-count:]
+        index = first = held.index(value)
+        nbytes = value.nbytes
+        while first and nbytes + held[first - 1].nbytes <= room:
+            first, nbytes = first - 1, nbytes + held[first - 1].nbytes
+        newer, own = held[index + 1 :], held[first : index + 1]
+        return (bool(newer) and self._split(handle, newer)) | (first > 0 and self._split(handle, own))
+
+    def _split(self, handle: SavedHandle, newest: list[SavedValue]) -> bool:
+        """Let the newest values of those that are AWAY together come without the others; return False if none can."""
         start = newest[0].start
-        parts = None if count == len(held) else self.parts_of(handle.there, start)
+        parts = self.parts_of(handle.there, start)
         if parts is None:
             return False
         own = self.moves.split(handle, newest)
@@ -279,8 +285,12 @@ class Mover(ABC):
         """The device's buffer of values is `here`; `bring` may say so at once, where streams order what follows."""
         handle.is_block = True
         held = handle.held
-        for value in held:
+        # Copies are ordered where the newest is read, which is the first; two iterations before the oldest; and there.
+        early = 2 * handle.stride
+        last = len(held) - 1
+        for number, value in enumerate(held):
             value.here = here
+            value.is_inner = 0 < number < last and number != early
         self.is_in(held[0], owner, here)
 
     def is_in(self, value: SavedValue, owner: object, here: object) -> None:

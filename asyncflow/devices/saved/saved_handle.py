@@ -111,6 +111,7 @@ class SavedValue:
         holders: how many entries of stores refer to it.
         here: the device's buffer, which copies read; that of all values of the handle if they came back together.
         start: where its bytes begin in the copy of all values, and in their buffer once that has come back.
+        is_inner: it has come back among others, and no copy is to be ordered where it is read for the last time.
     """
 
     handle: SavedHandle
@@ -120,6 +121,7 @@ class SavedValue:
     holders: int = 1
     here: Placed = None
     start: int = 0
+    is_inner: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -172,14 +172,15 @@ class SavedMoves:
         self._relieve(out)
         return Orders(out=out)
 
-    def joined(self, group: SavedGroup, nbytes: int, label: str) -> SavedValue | None:
+    def joined(self, run: int, nbytes: int, label: str) -> SavedValue | None:
         """Have a saved value that always moves join the newest ones, to move with them; None if it may not."""
-        handle = group.newest
-        # What has moved never moves again. Behind values of a store that has ended is no place for others.
+        group = self._groups.get(run)
+        handle = None if group is None else group.newest
+        # What has moved never moves again.
         if handle is None or handle.has_moved or handle.nbytes + nbytes > self.together:
             return None
-        limit = self._spaces[0].limit
-        if limit is not None and self._spaces[0].used + handle.nbytes + nbytes > limit:
+        space = self._spaces[0]
+        if space.limit is not None and space.used + handle.nbytes + nbytes > space.limit:
             return None
         value = SavedValue(handle, nbytes, label)
         handle.values.append(value)

@@ -350,28 +350,24 @@ class CudaCopies:
 
     def move_out(
         self,
-        values: Sequence[tuple[CudaArray, int]],
+        values: Sequence[tuple[CupyArray, CudaStream, int]],
         buffer: PinnedBuffer,
         name: str,
         done: Callable[[BaseException | None], None],
     ) -> tuple[list[Landing], CudaEvent]:
         """Copy all memory of arrays to `buffer`, each to its place there; what keeps it until then, and the end.
 
+        The arrays are given with the streams that have made them.
         ``done(error)`` is called once the copies have ended. Both ends are kept until then, arrays as `Landing` says.
         """
         d2h, kind, compute = self._d2h, self._runtime.memcpyDeviceToHost, self._device.compute
         landings: list[Landing] = []
         copies: list[tuple[int, int, int]] = []
-        streams: set[CudaStream] = set()
-        for value, start in values:
-            array, memory = value.array, value.array.data.mem
+        for array, _, start in values:
+            memory = array.data.mem
             landings.append(Landing(array, home_of(array) or compute))
             copies.append((buffer.ptr + start, memory.ptr, memory.size))
-            if value.is_recorded:
-                value.order(d2h)
-            else:  # one event of its stream is behind the writers of all such values
-                streams.add(value.stream)
-        for stream in streams:
+        for stream in {stream for _, stream, _ in values}:  # one event of each is behind the writers of all
             d2h.wait(stream.record())
         d2h.work.given += len(copies)
         with self._card, self._device.timed(d2h, name, sum(nbytes for _, _, nbytes in copies)):

@@ -36,7 +36,7 @@ from asyncflow.devices.saved.spill import SpillBlock, SpillFile
 from asyncflow.devices.saved.swap import TOGETHER, Orders
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.swapping import Swapping
-from asyncflow.streams.cuda.stream import CudaEvent, active
+from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
@@ -49,6 +49,9 @@ _NS_PER_BYTE = 1e9 / 20e9
 """Nanoseconds a byte over PCIe, until measured."""
 
 
+_ELSEWHERE = frozenset((SavedState.AWAY, SavedState.COMING))
+
+
 class _OnHost(NamedTuple):
     """Values in pinned memory, or passing it on the way to the file; `written` if the copy to there may not have ended.
 
@@ -59,6 +62,13 @@ class _OnHost(NamedTuple):
     nbytes: int
     written: CudaEvent | None = None
     start: int = 0
+
+
+class _Made(NamedTuple):
+    """An array that has not moved, and the stream that made it."""
+
+    array: CupyArray
+    stream: CudaStream
 
 
 class _Flight(NamedTuple):
@@ -105,15 +115,18 @@ class CudaSwapping(Swapping):
             return None
         stream = active.stream or self._device.compute
         view = partial(self._view, value.dtype, value.shape, value.strides, value.data.ptr - memory.ptr)
-        return Movable(lease, CudaArray(value, self._device, stream, ""), view)
+        return Movable(lease, _Made(value, stream), view)
 
     def _view(
-        self, dtype: DType, shape: Shape, strides: tuple[int, ...], offset: int, here: CudaArray, start: int
+        self, dtype: DType, shape: Shape, strides: tuple[int, ...], offset: int, here: _Made | CudaArray, start: int
     ) -> CupyArray:
         """The array itself, which work given to the active stream finds there."""
         device = self._device
         stream = active.stream or device.compute
-        here.order(stream)
+        if type(here) is CudaArray:
+            here.order(stream)
+        elif here.stream is not stream:
+            stream.wait(here.stream.record())
         device.hold_taken(stream, here.array)
         pointer = device.cupy.cuda.memory.MemoryPointer(here.array.data.mem, start + offset)
         return self._ndarray(shape, dtype, pointer, strides)
@@ -140,7 +153,7 @@ class CudaSwapping(Swapping):
         if buffer is not None and held:
             there = _OnHost(buffer, buffer.nbytes)
             done = partial(self._is_out, handle, there, passing, perf_counter_ns())
-            arrays: list[tuple[CudaArray, int]] = [(value.here, value.start) for value in held]
+            arrays: list[tuple[CupyArray, CudaStream, int]] = [(*value.here, value.start) for value in held]
             try:
                 with recording(self._device, None):  # `Swapping` notes the copy
                     landings, ended = self._device.copies.move_out(arrays, buffer, handle.label, done)
@@ -267,19 +280,30 @@ class CudaSwapping(Swapping):
 
     def must_wait(self, store: Placed, number: int | None = None) -> bool:
         """See `Swapping`; a value in the file is asked for, if it was not, and `throttle` pauses until it is there."""
+        if number is None:
+            return self.moves.is_short and not self._hurry(None)
         values: Placed = store.value if type(store) is CudaOpaque else store
-        entry = None if number is None or self._file is None else values.log[number]
-        if type(entry) is SavedEntry and self._is_in_file(entry.value.handle):
-            handle = entry.value.handle
-            with self._locked():
-                try:
-                    self._start(self.moves.wanted(handle, self.now_ns(), entry.rank), handle)
-                except MemoryLimitExceeded as error:
-                    handle.error = copy(error)  # without what led here
-                if handle.state is SavedState.COMING and not handle.is_here:
-                    self._absent.add(handle)
-                    return True
-        return super().must_wait(values, number) and not self._hurry(None)
+        entry = values.log[number]
+        if type(entry) is not SavedEntry or entry.value.handle.state not in _ELSEWHERE:
+            return False
+        if self._file is not None and self._must_read(entry):
+            return True
+        is_away = entry.value.handle.state is SavedState.AWAY
+        return is_away and self.moves.is_short and not self._hurry(None)
+
+    def _must_read(self, entry: SavedEntry) -> bool:
+        handle = entry.value.handle
+        if not self._is_in_file(handle):
+            return False
+        with self._locked():
+            try:
+                self._start(self.moves.wanted(handle, self.now_ns(), entry.rank), handle)
+            except MemoryLimitExceeded as error:
+                handle.error = copy(error)  # without what led here
+            if handle.state is not SavedState.COMING or handle.is_here:
+                return False
+            self._absent.add(handle)
+        return True
 
     def _is_in_file(self, handle: SavedHandle) -> bool:
         if type(handle.there) is not SpillBlock or handle.error is not None:
@@ -430,7 +454,7 @@ def _is_buffer(there: object, buffer: PinnedBuffer) -> bool:
     return isinstance(there, _OnHost) and there.buffer is buffer
 
 
-def _size(here: CudaArray) -> int:
+def _size(here: _Made) -> int:
     size: int = here.array.data.mem.size
     return size
 
