@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from tests.fake_cupy.stand_in import stand_in
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ROWS, SIDE = 128, 256
@@ -128,6 +130,48 @@ def test_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way
         assert less.predicted == pytest.approx(less.peak, rel=0.15)
         assert less.seconds < (1.32 if way == "auto" else 1.4) * kept.seconds
         assert kept.predicted_s == pytest.approx(kept.seconds, rel=0.25)
+
+
+def _loop(times: int, body: Callable[[Any, Any], Any], x: Any) -> Any:
+    return af.while_loop(lambda i, _: i < times, lambda i, y: (i + 1, body(i, y)), (0, x))[1]
+
+
+def _inner(w: Any, y: Any, times: int = 5) -> Any:
+    return _loop(times, lambda _, z: af.sin(z @ w) * z, y)
+
+
+def _beside(w: Any, _: Any, y: Any) -> Any:
+    return (_inner(w, y, 3) + _inner(w, af.sin(y), 3)) * 0.5
+
+
+def _before_a_branch(w: Any, i: Any, y: Any) -> Any:
+    inner = _inner(w, y)
+    return af.cond(i % 2 == 0, lambda: af.tanh(inner @ w) + y, lambda: af.sin(inner) * y)
+
+
+def _in_a_branch(w: Any, i: Any, y: Any) -> Any:
+    return af.cond(i % 2 == 0, lambda: _inner(w, y), lambda: af.sin(y) * y)
+
+
+def _capturing(w: Any, _: Any, y: Any) -> Any:
+    return _loop(5, lambda _, z: af.sin(z @ w) * y, af.sin(y))
+
+
+@pytest.mark.parametrize("way", ["swap", "auto"])
+@pytest.mark.parametrize("kind", ["v100", pytest.param("card", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("body", [_beside, _before_a_branch, _in_a_branch, _capturing])
+def test_a_limit_holds_for_loops_beside_others(
+    body: Callable[[Any, Any, Any], Any], kind: Kind, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behaviour 109: inner loops have sets of values at the same time, which move together."""
+    monkeypatch.setitem(globals(), "loops", lambda counts, x, w: _loop(*counts, partial(body, w), x))
+    kept = once(kind, (8,), tmp_path, memory_limit=ROOM, saved_values="keep")
+    limit = int(SHARE * kept.peak)
+    less = once(kind, (8,), tmp_path, memory_limit=limit, saved_values=way)
+    assert less.peak <= limit
+    assert less.held == 0
+    np.testing.assert_array_equal(less.values[0], kept.values[0])
+    np.testing.assert_array_equal(less.values[1], kept.values[1])
 
 
 @pytest.mark.parametrize(("counts", "share"), [((8, 5), 0.3), ((20, 2), 0.3), ((4, 5, 2), 0.31)])

@@ -257,9 +257,9 @@ def test_values_that_always_move_go_and_come_by_one_copy() -> None:
 
 
 def test_an_iteration_without_room_lets_values_go_that_would_wait_for_others() -> None:
-    machine = Machine(limit=10 * MIB, together=3 * MIB)
+    machine = Machine(limit=20 * MIB, together=3 * MIB)
     values = [machine.save(str(number), always=True) for number in range(2)]
-    machine.others = 7 * MIB
+    machine.others = 17 * MIB
     assert machine.orders == []
     assert not machine.ask(machine.working_set(2 * MIB))
     assert machine.orders == ["out 0"]
