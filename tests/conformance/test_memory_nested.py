@@ -164,7 +164,7 @@ def test_a_limit_holds_for_loops_beside_others(
     body: Callable[[Any, Any, Any], Any], kind: Kind, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behaviour 109: inner loops have sets of values at the same time, which move together."""
-    monkeypatch.setitem(globals(), "loops", lambda counts, x, w: _loop(*counts, partial(body, w), x))
+    monkeypatch.setitem(globals(), "loops", lambda counts, x, w: _loop(counts[0], partial(body, w), x))
     kept = once(kind, (8,), tmp_path, memory_limit=ROOM, saved_values="keep")
     limit = int(SHARE * kept.peak)
     less = once(kind, (8,), tmp_path, memory_limit=limit, saved_values=way)

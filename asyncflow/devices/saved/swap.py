@@ -61,8 +61,8 @@ TOGETHER = 8 << 20
 """Most bytes that move by one copy, unless one value has more: by PCIe that takes some times what the host takes."""
 
 _TOGETHER_SHARE = 0.15
-"""The same as a share of the limit. Each of two loops side by side has a set that leaves, or comes, and one that is saved
-or read. With 0.3 these did not fit, and the time gained was 3 % more."""
+"""The same as a share of the limit. Each of two loops side by side has a set that leaves, or comes, and another that is
+saved or read. With 0.3 these did not fit, and copies took 3 % less of the time."""
 
 _GRAIN = 1 / 256
 """Share of the limit saved between two checks for short memory."""
