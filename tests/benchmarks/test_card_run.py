@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Final
 
 import pytest
@@ -17,26 +16,20 @@ MOST: Final = {
     "two cards": (395, 2, 3, 2, 1),
 }
 """Most functions of a run, with the checks of the tests at its end; its copies, and records of events, waits of streams
-and flags. Before small values were copied on the stream of their kernels, a small run made 282 functions, 2, 5, 3 and 3
-calls, and two cards 502, 2, 10, 6 and 5. None may grow again unnoticed.
+and flags. How often the loop looks for ends, in the stage "tickets", depends on the machine, so its functions do not
+count. Before small values were copied on the stream of their kernels, a small run made 282 functions in all, 2, 5, 3
+and 3 calls, and two cards 502, 2, 10, 6 and 5. None may grow again unnoticed.
 """
-
-TRIES: Final = 8
-"""Most tries: a run makes up to 30 functions more where a thread tells of the card before or after it is asked."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_run_asks_no_more_of_cuda_than_it_did(name: str) -> None:
+    stages = measure(PROGRAMS[name])
+    calls = [sum(stages.counts[stage, column] for stage in NAMES) for column in COLUMNS[1:5]]
+    functions = sum(stages.counts[stage, "functions"] for stage in NAMES if stage != "tickets")
     most, *expected = MOST[name]
-    fewest = inf
-    for _ in range(TRIES):
-        stages = measure(PROGRAMS[name])
-        functions, *calls = (sum(stages.counts[stage, column] for stage in NAMES) for column in COLUMNS[:5])
-        assert calls == expected, "fewer calls are news for the changelog"
-        fewest = min(fewest, functions)
-        if fewest <= most:
-            break
-    assert fewest <= most
+    assert calls == expected, "fewer calls are news for the changelog"
+    assert functions <= most
 
 
 def test_functions_count_in_the_innermost_stage() -> None:
