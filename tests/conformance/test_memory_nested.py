@@ -174,6 +174,26 @@ def test_a_limit_holds_for_loops_beside_others(
     np.testing.assert_array_equal(less.values[1], kept.values[1])
 
 
+@pytest.mark.parametrize("way", ["swap", "auto"])
+@pytest.mark.parametrize("kind", ["v100", pytest.param("card", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("body", [_beside, _before_a_branch, _in_a_branch, _capturing])
+def test_the_error_says_which_limit_would_do_for_loops_beside_others(
+    body: Callable[[Any, Any, Any], Any], kind: Kind, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F30: there is room for the sets of all loops in the limit that the error of a smaller one names."""
+    monkeypatch.setitem(globals(), "loops", lambda counts, x, w: _loop(counts[0], partial(body, w), x))
+    kept = once(kind, (8,), tmp_path, memory_limit=ROOM, saved_values="keep")
+    with pytest.raises(af.OutOfMemoryError) as caught:
+        once(kind, (8,), tmp_path, memory_limit=kept.peak // 10, saved_values=way)
+    named = re.findall(r"memory_limit=([\d_]+) ", " ".join(caught.value.__notes__))
+    limit = max(map(int, named))
+    less = once(kind, (8,), tmp_path, memory_limit=limit, saved_values=way)
+    assert less.peak <= limit < 0.4 * kept.peak
+    assert less.held == 0
+    np.testing.assert_array_equal(less.values[0], kept.values[0])
+    np.testing.assert_array_equal(less.values[1], kept.values[1])
+
+
 @pytest.mark.parametrize(("counts", "share"), [((8, 5), 0.3), ((20, 2), 0.3), ((4, 5, 2), 0.31)])
 def test_a_limit_holds_for_nested_loops_where_nothing_can_move(counts: tuple[int, ...], share: float) -> None:
     """Behaviour 109: on a CPU without a file: inner gradients compute products again, and outer iterations run
