@@ -63,6 +63,7 @@ async def moved(program: Program, device: str, **options: Any) -> tuple[list[byt
     async with af.Session(graph, devices=[device], **options) as session:
         if (swapping := session.devices[0].swapping) is not None:
             swapping.moves.least_bytes = 0
+            swapping.moves.together = min(swapping.together, 64)  # values of a CPU move one by one
         found = [np.asarray(value).tobytes() for value in await session.run(fetched, fed)]
         return found, session.statistics().memory[device].moved_out
 
