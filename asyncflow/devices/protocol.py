@@ -223,7 +223,7 @@ class Capabilities:
 
     @property
     def leaves_numbers(self) -> bool:
-        """True if numbers stay with the host, which computes them while regions run: so regions count iterations."""
+        """True if numbers stay with the host while regions run: so regions count iterations."""
         return self.own_memory or self.runs_regions
 
     @property

@@ -188,7 +188,7 @@ class Swapping(Mover):
         return entry.view(buffer, start)
 
     def _want(self, value: SavedValue, rank: int) -> None:
-        """Have a value come that is to be read now, with those that left with it: with all for which there is room."""
+        """Bring back a value for its reader, and the values beside it in the copy, as far as there is room."""
         handle = value.handle
         if handle.state is SavedState.AWAY and handle.live > 1:
             room = self.moves.room(handle.group.key)

@@ -302,7 +302,9 @@ async def test_a_damaged_byte_changes_nothing(tmp_path: Path) -> None:
             await session.restore(tmp_path, strict=False)
 
 
-@pytest.mark.parametrize("in_task", [asyncio.gather, asyncio.create_task, lambda call: asyncio.wait_for(call, 60)])
+@pytest.mark.parametrize(
+    "in_task", [asyncio.gather, asyncio.create_task, lambda call: asyncio.wait_for(call, PATIENCE_S)]
+)
 async def test_a_warning_of_restore_names_the_line_of_the_call_also_in_a_task(tmp_path: Path, in_task: Any) -> None:
     """A task's call stack has no line of the user's."""
     async with saved(tmp_path):

@@ -133,6 +133,6 @@ def _whole(owner: Array, start: int) -> Array:
 def _view(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, owner: Array, start: int
 ) -> Array:
-    """A view of an array that has come back; values of a CPU move one by one, so that its bytes start with it."""
+    """A view of an array that has come back: values of a CPU move one by one, and begin at the first byte."""
     flat = owner if owner.flags.c_contiguous else owner.T
     return np.ndarray(shape, dtype, flat, offset, strides)

@@ -172,7 +172,7 @@ class CudaArray(DeviceArray):
 
 @dataclass(slots=True, eq=False, repr=False)
 class CudaOpaque(DeviceValue):
-    """An object that is no array but holds some, such as a state of a TensorArray or a store of saved values.
+    """An object that holds arrays, such as a state of a TensorArray or a store of saved values.
 
     Attributes:
         value: the object.

@@ -117,7 +117,7 @@ class Host:
 
     @property
     def part_s(self) -> float:
-        """The time of giving a copy of saved values one more of them; reading it is included, as in the copy's."""
+        """The time for one more saved value in a copy, with the time to read the value."""
         return _PART * self.swap_s
 
     @property
@@ -127,7 +127,7 @@ class Host:
 
     @property
     def swap_s(self) -> float:
-        """The time of having a saved value move: ordering the copy, giving it to a stream, and hearing of its end.
+        """The time to move a saved value: to order the copy, to give the copy to a stream, and to hear of the end.
 
         Copies were measured with the tickets that end them, so that `delivery_s` is in `copy_s`.
         """

@@ -270,7 +270,7 @@ class Mover(ABC):
         return (bool(newer) and self._split(handle, newer)) | (first > 0 and self._split(handle, own))
 
     def _split(self, handle: SavedHandle, newest: list[SavedValue]) -> bool:
-        """Let the newest values of those that are AWAY together come without the others; return False if none can."""
+        """Split the newest values from a handle that is AWAY; return False if its copy cannot be split."""
         start = newest[0].start
         parts = self.parts_of(handle.there, start)
         if parts is None:

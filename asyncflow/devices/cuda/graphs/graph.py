@@ -501,7 +501,7 @@ class CapturedRegion:
 
     @contextmanager
     def _counted(self, inputs: Sequence[Value]) -> Iterator[None]:
-        """A block that calls `function`: a call that fails is not counted among those before a capture."""
+        """Count the calls of `function` in a block, without failed calls, before a capture."""
         try:
             yield
         except Exception:

@@ -63,7 +63,7 @@ class Patience:
         self._least = min(LEAST_ITERATIONS, FIRST_ITERATIONS)
 
     def learn(self, outcome: int, took_s: float, *, is_cut: bool = False) -> bool:
-        """Note how a launch came out; whether another, from where it began or where it ended, may come further.
+        """Note the outcome of a launch; return True if a further launch may come further.
 
         Args:
             outcome: see `conditional.py`.

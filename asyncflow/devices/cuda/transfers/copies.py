@@ -355,7 +355,7 @@ class CudaCopies:
         name: str,
         done: Callable[[BaseException | None], None],
     ) -> tuple[list[Landing], CudaEvent]:
-        """Copy all memory of arrays to `buffer`, each to its place there; what keeps it until then, and the end.
+        """Copy the memory of arrays to places in `buffer`; return the landings, and the event at the end.
 
         The arrays are given with the streams that have made them.
         ``done(error)`` is called once the copies have ended. Both ends are kept until then, arrays as `Landing` says.
