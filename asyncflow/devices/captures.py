@@ -44,7 +44,7 @@ _NO_STOP = 1 << 62
 """Number of iterations that no loop has."""
 
 _LARGEST_KEY = 2048
-"""Elements of a host array that may be part of a key: the lengths of a long batch. To find a key then takes 3 µs."""
+"""Elements of a host array in a key: the lengths of a long batch. To find a key then takes 3 µs."""
 
 _LEAST_PATIENCE, _GROWTH, _MOST_PATIENCE = 8, 4, 2_048
 """Calls before a graph is captured again that had to give way, the factor for each further time, and their limit."""

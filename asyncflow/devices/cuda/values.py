@@ -189,14 +189,14 @@ class CudaOpaque(DeviceValue):
     _followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
 
     def order(self, stream: CudaStream) -> None:
-        """Let work given to `stream` from now on find its arrays written."""
+        """Order later work of `stream` behind the writers of the arrays."""
         if self.stream is not stream and stream not in self._followers:
             self._event = self._event or self.stream.record()
             stream.wait(self._event)
             self._followers += (stream,)
 
     def to_host(self, deliver: Deliver) -> None:
-        """Deliver the object once all that its stream has been given is done."""
+        """Deliver the object once all earlier work of the stream is done."""
         self.stream.notify(self.home.copies.told(lambda: self.value, deliver))
 
     def __repr__(self) -> str:

@@ -162,7 +162,7 @@ class Host:
         return replace(self.times(driver), launch_ns=NO_TIMES.launch_ns, view_ns=0.0, step_ns=0.0)
 
     def times_of_cpu(self, driver: Hashable) -> HostTimes:
-        """Return the times of regions for a CPU, whose kernels include the calls of NumPy; see `times`."""
+        """Return the times of regions for a CPU: kernels include the calls of NumPy; see `times`."""
         node_ns, step_ns = self.node_s * 1e9, self.step_s * 1e9
         return replace(self.times(driver), launch_ns=NO_TIMES.launch_ns, region_ns=node_ns, view_ns=step_ns)
 

@@ -9,9 +9,9 @@ Rules, the paper's:
 1. A value under 64 KiB never moves, and no buffer moves twice: a returned value stays.
 2. Of a run, the oldest value goes first, since a gradient loop reads it last; of several runs, the youngest run's.
 3. Values that *always* move form sets, up to `TOGETHER` bytes and a share of the limit. A set goes once a newer value
-   does not fit in. A copy of eight small values takes a card's host less than half the time of eight copies. Other values
-   go one by one once more than 70 % of the limit are held, and only as many as needed; values planned to
-   stay, above 90 %.
+   does not fit in. A copy of eight small values takes a card's host less than half the time of eight copies. Other
+   values go one by one once more than 70 % of the limit are held, and only as many as needed; values planned to stay,
+   above 90 %.
 4. Values come back in the order in which they are read, the newest first: an iteration ahead, and only into free
    memory. They come back further ahead once an iteration's bytes are known, if the times of copies and steps show that
    they would come late.

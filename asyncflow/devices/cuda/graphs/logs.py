@@ -129,7 +129,7 @@ class Log:
         self.inner: Log | None = None
 
     def seen_by(self, table: CupyArray, state: CupyArray, number: int) -> Log:
-        """Return the log as a graph sees it, by a table and with a state of its own."""
+        """Return the log for a graph, by a table and with a state of its own."""
         return Log(self._cupy, self._launches, self.spec, table, state, number)
 
     def line(self) -> Iterator[Log]:
@@ -208,7 +208,7 @@ class GrowingLog(Log):
             active_requests().kernels += 1
 
     def save(self, number: Placed, value: Placed) -> Log:
-        """Make `value` an entry, for which there may be no room yet."""
+        """Make `value` an entry; there may be no room yet."""
         self.count += 1
         self.reserve(self.count)
         return super().save(number, value)

@@ -134,7 +134,7 @@ class CudaSwapping(Swapping):
     # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, handle: SavedHandle) -> None:
-        """Copy the values out, after their writers, once there is pinned memory; to the file if the host has no more
+        """Copy the values out, after the writers, once there is pinned memory; to the file if the host has no more
         room.
         """
         nbytes = 0
@@ -228,7 +228,7 @@ class CudaSwapping(Swapping):
             )
 
     def parts_of(self, there: Placed, start: int) -> tuple[Placed, Placed] | None:
-        """See `Mover`; a block of the file has one checksum, and is read whole."""
+        """See `Mover`; a block of the file has one checksum, so the block is read whole."""
         if type(there) is not _OnHost:
             return None
         buffer, nbytes, written, begin = there
