@@ -53,7 +53,8 @@ for end, status in ((by_itself, 0), (by_exit, 3)):
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_program_may_end_with_everything_open(loop: str) -> None:
     """Fault F75, Behaviour 110: sessions, runs that never end, and a plan that is compiled on a thread."""
     _, out, err = run(PROGRAM.replace("ALARM_S", str(int(PATIENCE_S / 4))), loop)
