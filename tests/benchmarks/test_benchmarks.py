@@ -34,6 +34,7 @@ from benchmarks import (
     parallel_iterations,
     pooled_decoder,
     pooled_loop,
+    pooled_transformer,
     ragged_training,
     run_latency,
     saved_values,
@@ -87,6 +88,18 @@ TINY = {
     "pooled_loop": lambda: pooled_loop.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, lengths=(1, 4)),
     "pooled_decoder": lambda: pooled_decoder.measure(
         repeats=2, width=4, room=8, clients=(1, 2), requests=3, prompts=(1, 4), lengths=(1, 4)
+    ),
+    "pooled_transformer": lambda: pooled_transformer.measure(
+        repeats=2,
+        width=4,
+        layers=2,
+        heads=2,
+        room=10,
+        clients=(1, 2),
+        requests=3,
+        prompts=(1, 4),
+        lengths=(1, 4),
+        late=0,
     ),
     "small_beside_large": lambda: small_beside_large.measure(repeats=2, large=200, small=16, runs=9),
     "loop_gap": lambda: loop_gap.measure(repeats=2, nodes=10, iterations=20),
