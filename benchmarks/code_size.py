@@ -45,12 +45,12 @@ CAPS: Final = {
     "asyncflow/": 1_100,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
-    "asyncflow/nn/": 951,
+    "asyncflow/nn/": 1_200,
     "asyncflow/testing/": 562,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 68_030
+TOTAL: Final = 68_280
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

@@ -2,8 +2,8 @@
 
 A cell is a function ``cell(x, state) -> (output, state)`` of one step of a batch; `lstm_cell` and `gru_cell` are, once
 they are given weights. `dynamic_rnn` runs any cell over sequences of different lengths. Losses are given for each
-example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end. `rms_norm` and `group_norm`
-normalise layers, and `scaled_dot_product_attention` is the attention of transformers.
+example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end. `batch_norm`,
+`rms_norm` and `group_norm` normalise layers, and `scaled_dot_product_attention` is the attention of transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from asyncflow.nn.dynamic_rnn import dynamic_rnn as dynamic_rnn
 from asyncflow.nn.gru import GRUWeights as GRUWeights
 from asyncflow.nn.gru import gru_cell as gru_cell
 from asyncflow.nn.gru import gru_weights as gru_weights
+from asyncflow.nn.images.batch_norm import batch_norm as batch_norm
 from asyncflow.nn.initializers import glorot_uniform as glorot_uniform
 from asyncflow.nn.initializers import orthogonal as orthogonal
 from asyncflow.nn.losses import mean_squared_error as mean_squared_error

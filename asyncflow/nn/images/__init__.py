@@ -1,0 +1,1 @@
+"""Layers of images and of other values with channels."""
