@@ -160,10 +160,8 @@ class Runs:
     ) -> Nest:
         """Run a call (`Session.run`) once its request is known; `Ask` has the other options."""
         note_ask()
-        if timeout is not None:
-            timeout = as_timeout(timeout)
-        if type(priority) is not int:
-            priority = as_priority(priority)
+        if timeout is not None or type(priority) is not int:
+            timeout, priority = as_timeout(timeout), as_priority(priority)
         in_flight = self.in_flight
         if in_flight.drained is not None:
             in_flight.check_drained()
@@ -171,8 +169,7 @@ class Runs:
         asked_s = in_flight.turn.loop.time()
         graph = call.request.home.ref()  # the caller may drop its own reference while the run goes on
         plan = call.plan if recorder is None and graph is not None and call.version == graph.version else None
-        checked = begun = None
-        waits = False
+        checked, begun, waits = None, None, False
         if plan is not None and plan.single_call is not None and not atomic:
             # What needs no scheduler is over before anybody could wait for it.
             checked, waits = call.check(values)
@@ -183,33 +180,34 @@ class Runs:
                 begun = cast("Begun | None", found)
         ask = Ask(asked_s, timeout, recorder, priority, atomic, None, call.staying)
         ticket = None if begun is not None else self._enter(call.plan, ask, values)
-        # Most calls wait for nothing. Their runs start here, without the coroutine and the record that gates need: that
-        # saves a small request a tenth of its instructions.
         held = atomic or in_flight.atomic.claims or ticket or begun or is_wanted or self.memory_turns
         if plan is not None and not (held or plan.survey.takes or (timeout is not None and plan.survey.only_awaits)):
             if checked is None:
                 checked, waits = call.check(values)
             if not (waits or plan.survey.read_on_host):
-                self._calls += 1  # a drained session waits for it
-                try:
-                    fetched = await in_flight.start(plan, checked, ask).wait()
-                    if has_large(fetched):
-                        fetched = await self.copies.of_results(fetched)
-                finally:
-                    self._calls -= 1
-                    if in_flight.ended is not None:
-                        in_flight.ended.set()
-                return call.result(plan, fetched, allow_dead=allow_dead)
+                return call.result(plan, await self._free(plan, checked, ask), allow_dead=allow_dead)
         passing = _GatedCall(call, ask, ticket=ticket, begun=begun, plan=plan, waits=waits)
         passing.allow_dead, passing.is_wanted = allow_dead, is_wanted
-        if checked is not None:
-            passing.values, passing.is_checked = checked, True
-        return await self._passed(
-            passing, values, None if trace is None or trace is recorder else Path(cast("str", trace))
-        )
+        passing.values, passing.is_checked = checked or [], checked is not None
+        return await self._passed(passing, values, trace)
 
-    async def _passed(self, passing: _GatedCall, values: Sequence[Value], path: Path | None) -> Nest:
-        """The result of a call that passes the gates; its trace is written to `path`."""
+    async def _free(self, plan: Plan, values: list[Value], ask: Ask) -> list[Value]:
+        """The fetched values of a call that no gate holds up.
+
+        Most calls wait for nothing. They go without the record that gates need, which saves a small request a tenth of
+        its instructions.
+        """
+        self._calls += 1  # a drained session waits for it
+        try:
+            fetched = await self.in_flight.start(plan, values, ask).wait()
+            return await self.copies.of_results(fetched) if has_large(fetched) else fetched
+        finally:
+            self._calls -= 1
+            if self.in_flight.ended is not None:
+                self.in_flight.ended.set()
+
+    async def _passed(self, passing: _GatedCall, values: Sequence[Value], trace: Trace | str | Path | None) -> Nest:
+        """The result of a call that passes the gates; its trace is written where `trace` is a path."""
         ask, in_flight, is_whole = passing.ask, self.in_flight, False
         self._calls += 1
         try:
@@ -234,8 +232,8 @@ class Runs:
                 if passing.claim is not None or passing.ticket is not None:
                     self._leave(passing, is_whole=is_whole)
                 # One that was refused leaves the trace that is there.
-                if path is not None and passing.is_checked and ask.trace is not None:
-                    await call_beside(write_trace, ask.trace, path)
+                if isinstance(trace, str | Path) and passing.is_checked and ask.trace is not None:
+                    await call_beside(write_trace, ask.trace, Path(trace))
         except BaseException as error:
             if passing.taken is not None:
                 passing.taken.settle(error)
