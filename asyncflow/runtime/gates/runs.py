@@ -179,7 +179,9 @@ class Runs:
                     return call.result(plan, found, allow_dead=allow_dead)
                 begun = cast("Begun | None", found)
         ask = Ask(asked_s, timeout, recorder, priority, atomic, None, call.staying)
-        ticket = None if begun is not None else self._enter(call.plan, ask, values)
+        ticket, admission = None, self.admission
+        if admission is not None and begun is None:
+            ticket = admission.enter(call.plan, ask, values, in_flight.turn, self._calls + 1, in_flight.begun)
         held = atomic or in_flight.atomic.claims or ticket or begun or is_wanted or self.memory_turns
         if plan is not None and not (held or plan.survey.takes or (timeout is not None and plan.survey.only_awaits)):
             if checked is None:
