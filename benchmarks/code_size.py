@@ -28,13 +28,13 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_263,
-    "asyncflow/runtime/": 11_275,
+    "asyncflow/runtime/": 11_335,
     "asyncflow/ops/": 8_705,
     "asyncflow/devices/": 9_475,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_593,
-    "asyncflow/lift/": 2_185,
+    "asyncflow/lift/": 2_220,
     "asyncflow/control/": 2_040,
     "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
@@ -45,12 +45,12 @@ CAPS: Final = {
     "asyncflow/": 1_100,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
-    "asyncflow/nn/": 1_200,
+    "asyncflow/nn/": 1_215,
     "asyncflow/testing/": 562,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 68_280
+TOTAL: Final = 68_400
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

@@ -17,7 +17,7 @@ from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, identity
 from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import OPAQUE, define, derivative
+from asyncflow.graph.op import NEW_UNCAPTURED, define, derivative
 from asyncflow.graph.values.dtypes import bool_, dtype_name, float32
 from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, is_compatible
 from asyncflow.graph.values.spec import Spec
@@ -177,13 +177,13 @@ def _gradient_kernel(xp: Namespace, *, causal: bool, scale: float, masked: bool)
     return partial(_gradient, xp, {"causal": causal, "scale": scale, "masked": masked})
 
 
-ATTENTION = define("attention", _spec, _kernel, flops=_flops, traits=OPAQUE)
+ATTENTION = define("attention", _spec, _kernel, flops=_flops, traits=NEW_UNCAPTURED)
 ATTENTION_GRADIENT = define(
     "attention_gradient",
     lambda grad, q, k, v, *rest, **attrs: (q, k, v),
     _gradient_kernel,
     flops=lambda inputs, outputs, **attrs: 2.5 * _flops(inputs[1:], outputs),
-    traits=OPAQUE,
+    traits=NEW_UNCAPTURED,
 )
 
 

@@ -122,8 +122,10 @@ async def test_a_step_hands_out_values_of_the_body() -> None:
 
         n = af.placeholder("int64", ())
         shared = shared_of(af.while_loop(lambda i: i < n, body, 0, pool=af.Pool()))
-    following, goes_on, emitted = await found(shared.emitting((squares[0],)), np.array([2, 5]), np.array([9, 6]))
-    assert [x.tolist() for x in (following, goes_on, emitted)] == [[3, 6], [True, False], [4, 25]]
+    rows = np.ones(2, bool), np.array([2, 5]), np.array([9, 6])
+    following, emitted, goes_on, made = await found(shared.emitting((squares[0],)), 1, *rows)
+    assert [x.tolist() for x in (following, emitted, goes_on)] == [[3, 6], [4, 25], [True, False]]
+    assert made == 1
 
 
 def test_common_values_have_no_rows() -> None:

@@ -38,6 +38,7 @@ from asyncflow.lift.calls.batched import (
 from asyncflow.lift.calls.keyed import carry_key, draws, left_as_written
 from asyncflow.lift.lifting import lift, lift_one
 from asyncflow.lift.single_rows import warn_of_single_rows
+from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.arrays.manipulation import concat, expand_dims
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.indexing.indexing import take
@@ -157,17 +158,23 @@ class SharedLoop(SharedCode):
         return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
     def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
-        """Return the program of one step: from all inputs to the next loop variables, flags, and these values."""
+        """Return a program as `steps`, which also gives these values of the body, before the flags: of its last step,
+        so that it is told to make one.
+        """
         program = self._emitting.get(streamed)
         if program is None:
-            with Graph() as graph:
-                given, feeds, count = self._many()
-                found = self._values(self._body, given, count, streamed)
-                following, emitted = found[: self.n_vars], found[self.n_vars :]
-                (again,) = self._goes_on(given, following, count)
-            program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
+            program = self._emitting[streamed] = self._stepping(is_one=False, streamed=streamed)
         # The program is kept for all versions of the variables; the states are of this one.
         return program._replace(states=self.states)
+
+    @built_once
+    def once(self) -> BodyProgram:
+        """The program of one step, from all inputs to the next variables and flags, on a device that keeps them."""
+        with Graph() as graph:
+            given, feeds, count = self._many()
+            following = self._values(self._body, given, count)
+            (again,) = self._goes_on(given, following, count)
+        return BodyProgram(graph, feeds, (*following, again), self.states)
 
     @built_once
     def several(self) -> BodyProgram:
@@ -219,7 +226,7 @@ class SharedLoop(SharedCode):
             goes_on = self._values(self._condition, given, count)
         return BodyProgram(graph, feeds, tuple(goes_on), self.states)
 
-    def _stepping(self, *, is_one: bool) -> BodyProgram:
+    def _stepping(self, *, is_one: bool, streamed: tuple[Tensor, ...] = ()) -> BodyProgram:
         with Graph() as graph:
             given = self._given(is_one=is_one, is_lent=not is_one)
             inputs = tuple(value.tensor for value in given.values())
@@ -232,16 +239,20 @@ class SharedLoop(SharedCode):
                 flags = placeholder("bool", (None,))
 
             def step(made: Tensor, _: Tensor, __: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-                inside = {**given, **{k: LiftedValue(x, not is_one) for k, x in enumerate(values)}}
-                following = self._values(self._body, inside, count)
-                (again,) = self._goes_on(inside, following, count)
-                return made + 1, (again if is_one else all_of(again)), again, *following
+                inside = {**given, **{k: LiftedValue(x, not is_one) for k, x in enumerate(values[: self.n_vars])}}
+                found = self._values(self._body, inside, count, streamed)
+                (again,) = self._goes_on(inside, found[: self.n_vars], count)
+                return made + 1, (again if is_one else all_of(again)), again, *found
 
+            # Streamed values are variables too, of no rows at first: only a loop writes to the slabs it is lent.
+            nothing = [zeros((0, *[dim or 0 for dim in x.shape or ()]), dtype=x.dtype) for x in streamed]
+            shapes = [None if x.shape is None else (None, *x.shape) for x in streamed]
             # Ends with the first activation that ends: its row can be given to a waiting one.
             made, _, again, *last = while_loop(
                 lambda made, all_go_on, *_: (made < most) & all_go_on,
                 step,
-                (as_tensor(0), flags if is_one else as_tensor(True), flags, *inputs[: self.n_vars]),
+                (as_tensor(0), flags if is_one else as_tensor(True), flags, *inputs[: self.n_vars], *nothing),
+                shape_invariants=(*[...] * (3 + self.n_vars), *shapes),
                 name=STEPS,
             )
         feeds = (most, *inputs) if is_one else (most, flags, *inputs)

@@ -141,7 +141,7 @@ class PlacedSteps:
             plan = await pool.bodies.plan_of(pool.shared.exchange)
             group.settled(await self._start(plan, exchanged, group.width).staying())
         several = self._plan_of_several() if pool.may_step(SEVERAL) else None
-        plan = await pool.bodies.plan_of(pool.shared.emitting(())) if several is None else several
+        plan = await pool.bodies.plan_of(pool.shared.once) if several is None else several
         run = self._start(plan, group.all_inputs(), pool.shared.n_vars)
         following = await run.staying()
         group.slabs = [*following, *group.slabs[len(following) :]]

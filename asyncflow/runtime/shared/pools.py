@@ -144,6 +144,8 @@ class _Code(NamedTuple):
     device: str
     threads: int
     """Number of its steps that the device makes at a time."""
+    emitting: dict[tuple[Tensor, ...], _Steps]
+    """Its steps by the values that they hand out."""
 
 
 class PooledActivation(SharedMember):
@@ -262,7 +264,7 @@ class LoopPool(SharedWork):
         alone = _Steps(bodies, one[0], shared.has_rows, is_one=True) if one else None
         device, threads = many.partitions[0].device, bodies.threads_of(many)
         steps = _Steps(bodies, many, shared.has_rows, is_one=False)
-        return _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
+        return _Code(check, steps, alone, is_placed, has_own_memory, device, threads, {})
 
     async def wait_for_turn(self) -> None:
         """See `SharedWork.wait_for_turn`."""
@@ -341,10 +343,10 @@ class LoopPool(SharedWork):
             goes_on[at - first : at - first + len(found[0])] = found[0]
         self.deliver(self.rows.settle(group, first, goes_on))
 
-    async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
-        """Step a group: many times, as far as no other work waits for that; once where that fails."""
+    async def _step(self, steps: _Steps, group: RowGroup[PooledActivation], streamed: tuple[Tensor, ...] = ()) -> None:
+        """Step a group: many times, as far as no other work waits for that; once where that fails, or for streams."""
         count, size, most = len(group.rows), group.size(), 1.0
-        if self.shared.is_repeatable:
+        if self.shared.is_repeatable and not streamed:
             # Where the pool is full, nobody can join before one leaves, which ends the call.
             is_full = self.rows.live == self.shared.pool.capacity
             most = inf if is_full else 4 ** (self._calm + 2 * steps.is_one)
@@ -358,11 +360,11 @@ class LoopPool(SharedWork):
             self.end_group(group, error)
             return
         if found is not None:
-            self._advance(group, steps.rows_of(found))
+            self._advance(group, self._handed_out(group, 0, steps.rows_of(found), streamed))
             return
         one = np.array(1)
         parts = await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, one))
-        self._advance_parts(group, parts)
+        self._advance_parts(group, [(first, self._handed_out(group, first, found, streamed)) for first, found in parts])
 
     async def _at_once(self, steps: _Steps, given: list[Array], size: int, most: float) -> list[Array] | None:
         """Return the outcome of at most `most` steps, here and now or, where that takes too long, elsewhere.
@@ -387,7 +389,7 @@ class LoopPool(SharedWork):
     def _beside(self, steps: _Steps, size: int) -> Array:
         """Return the most steps of a run, which drops to 1 once a row comes or goes."""
         time_ns = (_TURN_NS if self.stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
-        most = steps.most_beside(size, time_ns) if self.shared.is_repeatable else 1
+        most = steps.most_beside(size, time_ns) if self.shared.is_repeatable and not self._has_streams else 1
         self._is_long = self._is_long or steps.most_beside(size, _TURN_NS) == 1
         self._most_beside = np.array(int(min(most, self._next_limit - self.rows.steps)))
         return self._most_beside
@@ -414,22 +416,29 @@ class LoopPool(SharedWork):
         aside.
         """
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
-        plan = await self.bodies.plan_of(self.shared.emitting(streamed), self.stores_on)
-        n_vars = self.shared.n_vars
-        parts = await self._halved(group, 0, len(group.rows), lambda values: self.batches.compute(plan, values))
-        for first, found in parts:
-            emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
-            for row, activation in enumerate(group.rows[first : first + len(found[n_vars])]):
-                if activation.streamed and not (activation.is_gone or activation.is_called):
-                    assert activation.part.emitter is not None
-                    activation.untaken += 1
-                    values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
-                    activation.part.emitter.offer(values, partial(self._taken, activation))
-        self._advance_parts(group, [(first, [*found[: n_vars + 1], np.array(1)]) for first, found in parts])
+        steps = self._code.emitting.get(streamed)
+        if steps is None:
+            plan = await self.bodies.plan_of(self.shared.emitting(streamed), self.stores_on)
+            steps = self._code.emitting[streamed] = _Steps(self.bodies, plan, self.shared.has_rows, is_one=False)
+        await self._step(steps, group, streamed)
         for each in list(self.rows.groups.values()):
             for row in reversed(range(len(each.rows))):
                 if each.rows[row].untaken >= self.shared.ahead:
                     self.rows.park(each, row).is_parked = True
+
+    def _handed_out(
+        self, group: RowGroup[PooledActivation], first: int, found: list[Array], streamed: tuple[Tensor, ...]
+    ) -> list[Array]:
+        """Return the outcome of a step from a row on without its streamed values, which consumers get."""
+        n_vars = self.shared.n_vars
+        emitted = dict(zip(streamed, found[n_vars:-2], strict=True))
+        for row, activation in enumerate(group.rows[first : first + len(found[-2])] if streamed else ()):
+            if activation.streamed and not (activation.is_gone or activation.is_called):
+                assert activation.part.emitter is not None
+                activation.untaken += 1
+                values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
+                activation.part.emitter.offer(values, partial(self._taken, activation))
+        return [*found[:n_vars], *found[-2:]]
 
     def _taken(self, activation: PooledActivation) -> None:
         """A consumer has taken what a step has handed out."""

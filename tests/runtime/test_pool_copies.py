@@ -1,0 +1,90 @@
+"""Bytes that a pooled loop copies: of caches none in a step, whether words are streamed or given at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.ops.indexing import in_place, indexing
+from asyncflow.ops.indexing.in_place import OwnBuffer
+from asyncflow.runtime.shared.rows.pool import RowGroup
+
+Array = np.ndarray[Any, Any]
+
+ROOM, HEADS, WIDTH = 16, 2, 4
+CACHE = HEADS * ROOM * WIDTH * 4
+"""Bytes of the cache of one request."""
+
+
+class Copied:
+    """Bytes of whole variables that steps copy, to change them and back into their rows."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.to_change = self.back = self.steps = 0
+        writable, write = in_place.writable, RowGroup.write
+
+        def counted(xp: Any, x: Array, index: Any, own: Array | OwnBuffer | None) -> Array:
+            found = writable(xp, x, index, own)
+            if x.nbytes >= CACHE and x.ndim == 4:
+                self.to_change += 0 if found is x else x.nbytes
+            return found
+
+        def written(group: RowGroup[Any], following: Sequence[Array]) -> bool:
+            before = list(group._slabs)
+            lent = [*group._lent, *[None] * len(following)]
+            self.steps += 1
+            self.back += sum(x.nbytes for x, mine in zip(following, lent, strict=False) if x is not mine)
+            assert len(before) == len(group._slabs)
+            return write(group, following)
+
+        patch.setattr(indexing, "writable", counted)
+        patch.setattr(RowGroup, "write", written)
+
+
+def decoder(prompt: af.Tensor, n: af.Tensor, *, pool: af.Pool | None) -> tuple[af.Tensor, af.Tensor]:
+    """Attention over a cache that each step writes a row of; the last state, and the state of each iteration."""
+    states: list[af.Tensor] = []
+    empty = af.zeros((HEADS, ROOM, WIDTH), dtype="float32")
+
+    def step(at: af.Tensor, state: af.Tensor, cache: af.Tensor) -> tuple[af.Tensor, af.Tensor, af.Tensor]:
+        cache = af.index_update(cache, (slice(None), at), state)
+        found = af.nn.scaled_dot_product_attention(state[:, None], cache, cache, lengths=at + 1)
+        states.append(af.tanh(found[:, 0] + state))
+        return at + 1, states[-1], cache
+
+    state = af.reshape(prompt, (HEADS, WIDTH))
+    found = af.while_loop(lambda at, *_: at < n, step, (0, state, empty), pool=pool)
+    return found[1], states[0]
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_no_step_copies_a_cache(clients: int, is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with af.Graph() as graph:
+        prompt, n = af.placeholder("float32", (HEADS * WIDTH,)), af.placeholder("int64", ())
+        last, state = decoder(prompt, n, pool=af.Pool(4))
+        expected, _ = decoder(prompt, n, pool=None)
+    prompts = np.random.default_rng(0).normal(size=(clients, HEADS * WIDTH)).astype(np.float32)
+    async with af.Session(graph) as session:
+
+        async def ask(k: int) -> Array:
+            feeds = {prompt: prompts[k], n: 12 - k}
+            if not is_streamed:
+                return await session.run(last, feeds)
+            items = [item async for item in session.stream(state, feeds)]
+            assert len(items) == 12 - k
+            return items[-1]
+
+        wanted = [await session.run(expected, {prompt: prompts[k], n: 12 - k}) for k in range(clients)]
+        copied = Copied(monkeypatch)
+        found = await asyncio.gather(*map(ask, range(clients)))
+    for mine, its in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-6)
+    assert copied.to_change == 0
+    assert copied.back <= copied.steps * clients * CACHE / 4, "states and positions alone"
+    assert clients == 1 or copied.steps > 3
