@@ -462,7 +462,7 @@ if _path.exists(_path.join(_path.dirname(_path.dirname(__file__)), "asyncflow.py
         stacklevel=2,
     )
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade(
         "asyncflow",
         globals(),

@@ -48,5 +48,5 @@ async def done(stream: object, *, device: int | None = None) -> None:
     await _foreign.done(_card_of(backend.cupy, ordinal), handle)
 
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade("asyncflow.cuda", globals())

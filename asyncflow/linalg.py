@@ -33,5 +33,5 @@ from asyncflow.ops.matrices.products import matrix_transpose as matrix_transpose
 from asyncflow.ops.matrices.products import tensordot as tensordot
 from asyncflow.ops.matrices.products import vecdot as vecdot
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade("asyncflow.linalg", globals())

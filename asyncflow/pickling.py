@@ -27,7 +27,7 @@ def portable(error: BaseException | None) -> BaseException | None:
         try:
             if type(pickle.loads(pickle.dumps(error))) is kind:
                 return error
-        except Exception:  # it says so in whatever way it likes
+        except Exception:  # a user's error may raise anything
             pass
     return Unavailable(f"{kind.__name__}: {error}")
 
@@ -37,7 +37,7 @@ def revived(
 ) -> BaseException:
     """The error that was pickled, without a call of its `__init__`, which may want more than `args`."""
     made_by: type[Any] = kind
-    while made_by.__module__ != "builtins":  # with two bases, the one whose layout it has
+    while made_by.__module__ != "builtins":  # of two bases, the base that gives the layout
         made_by = made_by.__base__ or BaseException
     error: BaseException = made_by.__new__(kind, *args)
     error.__dict__.update(state)
@@ -74,7 +74,8 @@ class NotPickled:
         return self._filled(made, copy.deepcopy(self.__getstate__(), memo))
 
     def _filled(self, made: Self, state: Any) -> Self:
-        # A dict of attributes; with slots, a pair of that and of those.
+        # `__getstate__` returns a dict of attributes or, for classes with slots, a pair: this dict and a dict of the
+        # slots.
         for attributes in state if isinstance(state, tuple) else (state,):
             for name, value in (attributes or {}).items():
                 object.__setattr__(made, name, value)

@@ -26,5 +26,5 @@ from asyncflow.control.primitives.next_iteration import next_iteration as next_i
 from asyncflow.control.primitives.switch import switch as switch
 from asyncflow.foreign_names import facade as _facade
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade("asyncflow.raw", globals())

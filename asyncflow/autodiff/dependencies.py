@@ -82,7 +82,7 @@ class Dependencies:
     def _read(self, node: Node) -> int:
         if node.op is not VARIABLE_READ and not node.op.conduct.waits_in_line:
             return 0
-        # A call that runs share reads variables in what they share.
+        # A call shared by several runs reads variables inside the shared work.
         read = (each for each in resources_of(node) if isinstance(each, Variable))
         return reduce(or_, (self.variables.get(each.serial, 0) for each in read), 0)
 
@@ -93,7 +93,7 @@ class Dependencies:
 
     def _summary(self, node: StructuredNode) -> tuple[list[int], list[int]]:
         found = self._outputs.get(node)
-        # Taking gradients adds outputs to branches and loops, and to loops inputs in front of their captures.
+        # Gradients add outputs to branches and loops, and add inputs to loops in front of their captures.
         if found is None or len(found[0]) != len(node.outputs):
             of_node = self._of_while(node) if isinstance(node, WhileNode) else self._of_cond(node)
             found = self._outputs[node] = of_node

@@ -238,7 +238,8 @@ class _Gradients:
         for level in self.graphs:
             wanted = [x for x in sources if isinstance(x, Tensor) and x.graph is level]
             wanted += [inner for outer, inner in _taken(level) if outer in self.sweeps[outer.graph].connected]
-            # What is taken goes back to where it was made, not to what it may be computed from again here.
+            # The gradient of a captured value flows to the graph that made it, not to inputs from which it may be
+            # recomputed here.
             cut = self.stopped.union(inner for _, inner in _taken(level))
             nodes = nodes_behind(level, [tensor for tensor in ends if tensor.graph is level])
             self.sweeps[level] = Sweep(nodes, wanted, variables, cut)

@@ -62,7 +62,7 @@ class Sweep:
         stopped: Collection[Tensor] = (),
         views: Collection[Tensor] = frozenset(),
     ) -> None:
-        self.nodes = tuple(nodes)  # those of the gradients may join the same graph
+        self.nodes = tuple(nodes)  # a copy: gradients may add nodes to the same graph
         self.wanted = frozenset(wanted)
         self.stopped = frozenset(stopped)
         self.views = views
@@ -108,7 +108,7 @@ class Sweep:
         if not grads:
             return None
         if len(grads) > 1:
-            # Beside the value; what stands for a value from elsewhere has no place of its own.
+            # Sum on the value's device; a parameter has no device of its own.
             maker = grads[0].node if tensor.node.op is PARAMETER else tensor.node
             with device(maker.device):
                 grads[:] = [sum_gradients(joined_parts(grads, tensor))]

@@ -351,7 +351,7 @@ class Checkpoints:
             raise CheckpointError(f"nothing was replaced: {_listed(faults)}")
         return versions
 
-    # -- what there is -------------------------------------------------------------------------------------------
+    # -- variables and other states to save ----------------------------------------------------------------------
 
     async def _find_states(self, variables: Sequence[Resource] | None) -> States:
         """As `_states`: of thousands the event loop finds some in a turn."""
@@ -376,7 +376,8 @@ class Checkpoints:
         found: dict[str, CheckpointedState] = {}
         is_kept: dict[type, bool] = {}  # to ask whether an object has the methods of a protocol takes 10 µs
         asked = self._of_graph() if variables is None else _as_resources(variables)
-        named = ((state_key(x), x.effect_key, self._state.lookup(x)) for x in asked)  # makes those that no run has
+        # `lookup` creates the states of variables that no run has used.
+        named = ((state_key(x), x.effect_key, self._state.lookup(x)) for x in asked)
         for name, key, state in named if variables is not None else chain(named, self._state.named()):
             kind = type(state)
             if kind not in is_kept:

@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
         if written == FORMAT and _sealed(raw[: -len(_CHECKSUM % 0)]) == raw:
             return _parsed(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # it is no JSON, or not what is written here
+        pass  # not JSON, or not a manifest
     if written != FORMAT:
         raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {FORMAT!r}")
     raise CheckpointError(f"{file}: is damaged: its checksum is wrong; take another step, or a copy of this one")

@@ -44,7 +44,7 @@ def checkpoint(action: str, paths: Sequence[Path]) -> int:
 
 
 def _listed(root: Path) -> Iterator[str]:
-    # Where there are none, `find_step` says what is wrong, or that it is a step itself.
+    # Without steps inside, `root` may be a step itself: `find_step` returns it, or raises an error that says why not.
     for path in [step_path(root, step) for step in steps(root)] or [find_step(root)]:
         manifest = read_manifest(path)
         count = len(manifest.states)

@@ -107,7 +107,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # One that the module itself asks for is the program's error, and keeps its traceback.
+        # A missing import inside the user's module is the program's error, and keeps its traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise TargetError(

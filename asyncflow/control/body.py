@@ -59,7 +59,7 @@ def _check_arity(function: Callable[..., object], role: str, n_arguments: int, a
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some builtins do not say what they take
+        return  # some builtins have no signature
     try:
         signature.bind(*range(n_arguments))
     except TypeError as error:

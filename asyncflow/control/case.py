@@ -135,7 +135,7 @@ def switch_case(
             raise DTypeError(f"the index of switch_case is an integer scalar; got {tensor!r}")
         if tensor.shape != ():
             raise ShapeError(f"the index of switch_case is an integer scalar; got {tensor!r}; use af.reshape")
-        # Past the end is right of every decision; what is below 0 goes there too.
+        # An index past the end takes the last branch by itself; an index below 0 is sent there, too.
         wide = tensor if tensor.dtype == int64 else astype(tensor, int64)
         position = wide if len(listed) == 1 else where(less(wide, 0), len(listed) - 1, wide)
         return _Branches("switch_case", listed).choose(position, name)

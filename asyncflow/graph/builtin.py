@@ -17,8 +17,8 @@ def _constant_spec(*, value: Array) -> Spec:
 
 
 def _constant_kernel(xp: Namespace, *, value: Array) -> Kernel:
-    # A NumPy scalar is several times cheaper to compute with than a 0-d array, and means the same.
-    # A device copies in what it needs elsewhere.
+    # A NumPy scalar is several times cheaper to compute with than a 0-d array, and means the same. Other devices copy
+    # it in.
     stored = value[()] if value.ndim == 0 and value.dtype.kind in "biufc" else value
     return lambda: stored
 

@@ -125,7 +125,7 @@ class Home:
             if type(node.outputs) is tuple and self._encloses(node._home):
                 self.give_up((node,))
                 if node.op.name == "merge" and any(tensor.node.op.name == "next_iteration" for tensor in node.inputs):
-                    node.inputs = []  # of a lowered loop, which nobody runs any more
+                    node.inputs = []  # of a lowered loop that does not run any more
         plain = {name: value for name, value in graph.__dict__.items() if name in _PLAIN}
         self._left = Left(type(graph), plain, [ref(node) for node in nodes], annotated, _assumed(graph))
 

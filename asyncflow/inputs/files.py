@@ -58,7 +58,8 @@ def read_lines(paths: Paths, *, encoding: str = "utf-8", prefetch: int = 4, name
 
     def lines() -> Generator[Element]:
         for path in files:
-            # Many lines are decoded at once: what is wrong in one of them must not take those before it along.
+            # Python decodes many lines at once. With `surrogateescape`, a malformed line does not cost the lines before
+            # it.
             with path.open(encoding=encoding, errors="surrogateescape") as file:
                 number = 0
                 try:

@@ -254,7 +254,7 @@ def _has_more_kernel(xp: Namespace, *, input: InputState) -> Kernel:
     return input.has_more_or_wait
 
 
-# What is read is the user's, and so may be the code that reads it.
+# Elements are the user's, and so may be the code that reads them.
 _of_input = partial(define, conduct=Conduct(is_async=True, is_user=True, is_undone=True), effects=_effects)
 INPUT_NEXT = _of_input("input_next", _next_spec, _next_kernel)
 INPUT_HAS_MORE = _of_input("input_has_more", lambda *, input: Spec(bool_, ()), _has_more_kernel)

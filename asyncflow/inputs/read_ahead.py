@@ -54,12 +54,12 @@ class ReadAhead:
         self._ahead = ahead
         self._skip = skip
         self._kept = tuple(returned)  # the first elements that are delivered
-        self._read = 0  # elements that have come, those left out included
+        self._read = 0  # number of elements read, skipped elements included
         self._passes = Passes(stages)
         self._reading: Generator[Element | Stacked] | AsyncGenerator[Element] | None = None
-        self._parts: Iterator[Sequence[Element]] = iter(())  # what is read, so many at a time as the stages want
+        self._parts: Iterator[Sequence[Element]] = iter(())  # elements read, in groups of the size that the stages take
         self._ready = ArrivalOrder()
-        self._end: Exception | None = None  # why no element follows those that are ready
+        self._end: Exception | None = None  # why reading ended; ready elements come first
         self._job: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -68,7 +68,7 @@ class ReadAhead:
         self._is_closing = False
         self.waits = 0
 
-    # -- for those who take --------------------------------------------------------------------------------------
+    # -- taking elements -----------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:

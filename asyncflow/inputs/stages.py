@@ -138,7 +138,7 @@ class Batched:
         """
         arrays = [part.values for part in parts if isinstance(part, Stacked)]
         if len(arrays) == len(parts):
-            # Copied even where it is a slice: who keeps a batch keeps no whole file.
+            # Copied even where a slice would do: a kept batch must not keep the whole file in memory.
             return tuple(map(np.concatenate, zip(*arrays, strict=True)))
         elements = [element for part in parts for element in part]
         return stacked(self.specs, None if self.pad is None else (self.pad,) * len(self.specs), elements)

@@ -97,7 +97,7 @@ def map_fn(
 
 def _require_alike(body: Subgraph) -> None:
     """Raises CannotLift where rows of branches or loops may differ in shape, as they may in a loop over rows."""
-    # What was lifted has rows of one shape, as far as whoever lifted it asked for that.
+    # Parts lifted before were checked then, if their caller asked for rows of one shape.
     for node in (each for each in body.nodes if each not in body.parted):
         for inner in node.subgraphs:
             _require_alike(inner)

@@ -30,5 +30,5 @@ from asyncflow.nn.masks import sequence_mask as sequence_mask
 from asyncflow.nn.norms import group_norm as group_norm
 from asyncflow.nn.norms import rms_norm as rms_norm
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade("asyncflow.nn", globals())

@@ -238,7 +238,7 @@ class _RnnLoop:
             concat([TensorArray.from_handle(handle, kind).concat(), x], axis=0)
             for handle, kind, x in zip(ended, self.ended, last, strict=True)
         ]
-        # Those that ended first come first, as in the ascending order.
+        # Sequences that end first come first, as in the ascending order.
         placed = [place_rows(x, packed.ascending, self.sequences.batch) for x in finals]
         return [packed.unpack(array.concat()) for array in outputs], placed
 

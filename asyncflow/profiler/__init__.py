@@ -23,5 +23,5 @@ from asyncflow.runtime.watch.trace import install_writer as _install_writer
 
 _install_writer(save)
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade("asyncflow.profiler", globals())

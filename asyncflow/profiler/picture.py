@@ -279,7 +279,7 @@ def _draw_rows(axes: Any, picture: Picture, tops: Sequence[float], scale: float)
         colors = [picture.legend[bar.key] for bar in row.bars]
         spans = [(bar.start_ns / scale, bar.length_ns / scale) for bar in row.bars]
         wide = [bar.length_ns > room * 0.03 for bar in row.bars]
-        # White lines part neighbours, and would swallow what is no wider than they are.
+        # White lines separate neighbours, but would hide bars as narrow as the lines.
         for are_wide, line in ((True, 0.5), (False, 0.0)):
             chosen = [i for i, is_wide in enumerate(wide) if is_wide == are_wide]
             axes.broken_barh(

@@ -314,8 +314,8 @@ def _union(parts: Sequence[Spans]) -> Spans:
     starts, ends = np.concatenate([_NO_SPANS, *parts], axis=1)
     order = np.argsort(starts, kind="stable")
     starts = starts[order]
-    reached = np.maximum.accumulate(np.maximum(starts, ends[order]))  # what has not ended has no time
-    # A span begins a new one if it starts after all those before it have ended.
+    reached = np.maximum.accumulate(np.maximum(starts, ends[order]))  # firings that have not ended take no time
+    # A span starts a new part of the union if it starts after all earlier spans have ended.
     is_first = np.ones(len(starts), bool)
     is_first[1:] = starts[1:] > reached[:-1]
     return np.stack([starts[is_first], reached[np.roll(is_first, -1)]])
@@ -335,8 +335,8 @@ def _divide_time(trace: Trace, lanes: Sequence[TimelineLane], spans: Sequence[Sp
     awaiting = [own for lane, own in zip(lanes, spans, strict=True) if lane.stream == "async"]
     queueing = [(f.queued_ns, f.started_ns) for lane in lanes for f in lane.firings if f.queued_ns is not None]
     runs = [(run.started_ns, run.ended_ns) for run in trace.runs]
-    # Each activity has what it adds to the union of those before it. The union is carried on, with few spans, in place
-    # of all spans of all activities.
+    # Each activity gets the time that it adds to the union of the activities before it. Only this union, which has few
+    # spans, is kept: not all spans of all activities.
     reached, union = [0], _NO_SPANS
     for more in (computing, awaiting, *[[np.array(pairs, np.int64).reshape(-1, 2).T] for pairs in (queueing, runs)]):
         union = _union([union, *more])

@@ -196,11 +196,11 @@ class _Exploring:
             told.append(f"{f'run {tag[0] + 1}: ' if self.runs > 1 else ''}{node.name}{iterations}")
         return told[::-1]
 
-    # -- what need not be tried ----------------------------------------------------------------------------------
+    # -- partial order reduction ---------------------------------------------------------------------------------
 
     def _persistent(self, state: ProgramState, enabled: list[Firing]) -> list[Firing]:
         """Return the smallest set of enabled firings that must be tried: no other firing can interfere before them."""
-        # All that touch anything, with those that may still come in branches and loops.
+        # All waiting firings that touch a resource, here or in branches and loops that have not started.
         shares, begun = self.rules.program.shares, state.decided
         to_come = [(f, shares(f[0])) for f in state.waiting if shares(f[0]) and not (f[0].subgraphs and f in begun)]
         ahead: dict[Firing, set[Firing]] = {}
@@ -229,7 +229,7 @@ class _Exploring:
         if firing not in known:
             found = known[firing] = set[Firing]()
             if firing[0].subgraphs:
-                return found  # what is inside may have begun
+                return found  # firings inside may have started
             for before in self.rules.missing(state, firing):
                 if before[0].op is not PARAMETER and not before[0].subgraphs:
                     found |= {before, *self._ahead(state, before, known)}

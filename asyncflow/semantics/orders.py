@@ -110,7 +110,7 @@ class AccessOrder:
         inside = [self._inside[branch] for branch in node.subgraphs]
         for tensor in filter(self.program.is_used, node.outputs):
             left, right = (self._value(branch.results[tensor.index]) for branch in node.subgraphs)
-            # What has fired in a branch shows that this one was taken, and then it is its result that was waited for.
+            # A firing inside a branch proves that this branch was taken, so the value then depends on its result.
             self._values[tensor] = start | (left & right) | (left & inside[0]) | (right & inside[1])
         self._done[node] = start | sum(inside)
 

@@ -146,7 +146,7 @@ class NeededGraph:
         else:
             self._pending += node.inputs
 
-    # -- what is asked of them -----------------------------------------------------------------------------------
+    # -- queries of nodes ----------------------------------------------------------------------------------------
 
     def _nodes(self, graph: Graph) -> list[Node]:
         """Return the needed nodes of a graph or body, in the order in which they were written."""

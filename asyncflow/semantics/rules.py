@@ -209,7 +209,7 @@ class Rules:
     def _begin(self, state: ProgramState, body: Graph, tag: Tag) -> None:
         state.waiting.update({(node, tag): -1 for node in self.program.nodes(body)})
 
-    # -- what is there -------------------------------------------------------------------------------------------
+    # -- values and contents -------------------------------------------------------------------------------------
 
     def find(self, state: ProgramState, tensor: Tensor, tag: Tag) -> Value:
         """The value on an edge, or MISSING: where a branch or loop takes it from, at once or in the end."""

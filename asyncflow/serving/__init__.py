@@ -43,5 +43,5 @@ from asyncflow.serving.responses import respond as respond
 from asyncflow.serving.responses import status_code as status_code
 from asyncflow.serving.spans import Spans as Spans
 
-if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above; with `__getattr__` a misspelt name would pass
     __all__, __getattr__, __dir__ = _facade("asyncflow.serving", globals())

@@ -175,7 +175,7 @@ class Lifespan:
             yield
             return
         servers = signal.getsignal(number)
-        if not callable(servers):  # nobody stops the server by it
+        if not callable(servers):  # the signal does not stop the server
             yield
             return
 

@@ -81,7 +81,7 @@ class _Histogram:
 
     def observe(self, value: float, times: int = 1) -> None:
         self.sum += value * times
-        # Each observation is in one bucket here; Prometheus wants each bucket with those below it, which `sample` adds.
+        # Here each observation counts in one bucket. Prometheus buckets are cumulative: `sample` adds the smaller ones.
         self.counts[bisect_left(self.bounds, value)] += times
 
     def sample(self, labels: Mapping[str, str]) -> Sample:

@@ -94,7 +94,7 @@ class _DisconnectWatch:
             except asyncio.CancelledError as error:
                 cancelled = error
         if not watcher.cancelled():
-            watcher.exception()  # that it was asked for says that nobody else has to be told
+            watcher.exception()  # retrieve it, or asyncio logs that it never was
         if cancelled is not None:
             raise cancelled
 

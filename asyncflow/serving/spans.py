@@ -79,7 +79,7 @@ class Spans:
         except TimeoutError:
             _log.warning("spans were still being exported after %s s; the rest is left to a thread", _FLUSH_S)
 
-    # -- what it is told -----------------------------------------------------------------------------------------
+    # -- calls of the observer -----------------------------------------------------------------------------------
 
     def run_began(self, run: ObservedRun) -> None:
         """Starts the span of a run."""

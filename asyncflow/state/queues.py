@@ -291,7 +291,7 @@ class Queue(Resource):
     def _tensor(self, graph: Graph, x: TensorLike, spec: Spec, what: str) -> Tensor:
         if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
             return graph.import_tensor(as_tensor(x))
-        # Numbers and lists have no dtype of their own; what has one is not converted, so as not to lose digits.
+        # Numbers and lists take the queue's dtype. Values that have a dtype are not converted, as digits could be lost.
         try:
             return constant(x, spec.dtype)
         except GraphError as error:

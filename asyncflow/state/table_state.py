@@ -46,7 +46,7 @@ class TableState:
         self.name = name
         self.rows = rows
         self.names = tuple(names)
-        # Memory that nobody has written to yet takes no room.
+        # The operating system backs pages of zeros only once they are written.
         self._columns: Sequence[Array] = [np.zeros((rows, *map(int, s.shape or ())), s.dtype) for s in specs]  # type: ignore[arg-type]
         self.size = self.end = 0
         self.last_write = object()

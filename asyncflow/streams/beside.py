@@ -56,8 +56,8 @@ async def call_beside(
         except BaseException as error:
             outcome.append((None, without_this_frame(error)))  # which would be a cycle
         finally:
-            # Whoever waits may go on before this thread has ended, and count what is still referred to. The context
-            # refers to the session and the run.
+            # The waiting task may go on before this thread has ended, and count references. The context refers to the
+            # session and the run.
             del call
             ended.set()
 

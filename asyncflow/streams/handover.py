@@ -43,7 +43,7 @@ class Handover:
     def __init__(self, *, is_virtual: bool) -> None:
         self.awaited = 0
         self._busy_s = self._since_s = 0.0
-        # A timer would have the context of who happened to arm it, and keep all that is in there.
+        # A timer would inherit the context of the caller that arms it, and keep its objects alive.
         self._context = Context()
         # A timer on virtual time would make it pass; such a loop waits for threads by itself.
         self._is_armed = is_virtual

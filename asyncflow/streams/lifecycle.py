@@ -44,7 +44,7 @@ class Lifecycle:
 
     def watch(self, stream: object) -> None:
         """Warn if the stream is dropped and not closed; its thread ends then, after the work that it has."""
-        # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
+        # Not at exit: the interpreter drops daemon threads by itself, and a warning would come too late.
         weakref.finalize(stream, _dropped, self).atexit = False
 
     def refuse_if_closed(self) -> None:

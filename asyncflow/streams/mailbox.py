@@ -68,7 +68,8 @@ class Mailbox(Generic[Item]):
         self._waking = False
         items = self._items
         try:
-            # Only what is here now: a fast stream must not hold the loop for ever. The rest has its own wake-up.
+            # Only items that have arrived by now: a fast stream must not hold the loop for ever. Later items wake it
+            # again.
             for _ in range(len(items)):
                 item = items.popleft()
                 self.forget()

@@ -382,7 +382,7 @@ async def _cancelling(subject: _Subject) -> None:
         endless = af.while_loop(lambda t: af.sum(t) > -1.0, lambda t: af.abs(af.sin(t)), (x,))[0]
     feeds = {x: np.ones(2, "f4")}
     running = asyncio.ensure_future(subject.session.run(endless, feeds))
-    for _ in range(20):  # until the run is under way: one that has not begun is cancelled by asyncio alone
+    for _ in range(20):  # until the run has started: before that, asyncio alone cancels it
         await asyncio.sleep(0)
     running.cancel()
     await _raised(running, asyncio.CancelledError)

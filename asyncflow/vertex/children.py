@@ -243,7 +243,7 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
         if len(x) >= _MANY:
             return _in_turns(operation, x, starts)
         reduced = np.zeros((len(starts) - 1, *x.shape[1:]), x.dtype)
-        # `reduceat` gives the next row for an empty segment, so that only those with rows are asked for.
+        # `reduceat` returns the next row for an empty segment, so only segments with rows are passed.
         filled = np.flatnonzero(starts[1:] > starts[:-1])
         if len(filled) == len(reduced):
             operation.reduceat(x, starts[:-1], axis=0, out=reduced)

@@ -123,7 +123,7 @@ class Vertex:
         if not leaves:
             raise GraphError(f"{self._function}: the function of v.gather_all gives nothing to reduce")
         specs = tuple(x.spec for x in each.results)
-        # Variables are read once, like the ones that the vertex itself uses, and not in each set.
+        # Variables are read once, like the variables of the vertex itself, and not in each set.
         reads = tuple(node for node in each.nodes if node.op is VARIABLE_READ and not node.control_inputs)
         attrs = {"each": each, "reduce": reduce, "reads": [node.outputs[0] for node in reads]}
         inputs = [*each.captures, *(node.attrs["variable"].read() for node in reads)]
@@ -259,7 +259,7 @@ class VertexFunction:
             GraphError: it does not scatter, or does something that a vertex cannot.
         """
         traced = TracedFunction(Subgraph(graph, label))
-        # Called once, whatever the graphs are: what is built here is lifted over the vertices of each set.
+        # Called once for all input graphs: the nodes built here are lifted over the vertices of each set.
         with traced.body, located_at(self.__wrapped__):
             returned = self.function(Vertex(self, traced, pulls))
         refuse_coroutines(returned)

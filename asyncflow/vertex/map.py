@@ -472,7 +472,7 @@ class _VertexMap:
         # Without vertices the first set ends where it starts.
         stop = kind.starts[minimum(add(number, 1), self.n_sets)] if is_first else kind.ends[number]
         own = slice(kind.starts[number], stop)
-        # Stores have no rows to slice: they stay in the part that made them, but for those from outside.
+        # Stores have no rows to slice. Only stores from outside cross into another part.
         crossing = {x: y for x, y in before.items() if x.dtype != VARIANT or not y.has_rows}
         known = {x: LiftedValue(y.tensor[own], True) if y.has_rows else y for x, y in crossing.items()}
         children = NoChildren(self.initial) if is_first else self._children(number, states)

@@ -205,7 +205,7 @@ def _ordered(edges: Edges, policy: str, arity: int | None) -> tuple[Array, ...]:
     order, set_starts = _sorted(edges, numbers)
     positions = np.empty_like(order)
     positions[order] = np.arange(edges.size)
-    # Those of the first set, often half of all, have no children.
+    # Vertices of the first set, often half of all, have no children.
     first = 0 if policy == BY_NUMBER or not len(edges.children) else int(set_starts[1])
     if arity is None:
         found: tuple[Array, ...] = _ranked(edges, order, positions, first)

@@ -1,15 +1,18 @@
 """Measures of prose in the package, benchmarks, examples and tests, and the figures that a room may not exceed.
 
-``python -m tests.packaging.prose`` prints the table as the code is; with the name of a room, its docstrings to mend.
+``python -m tests.packaging.prose`` prints the table as the code is; with the name of a room, its docstrings and
+comments to mend. Comments count in the package only.
 Benchmarks, examples and folders of tests count as rooms, such as ``tests/ops``.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import math
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +62,8 @@ _ONE = re.compile(
     r"\bone (?!of|that|which|who|or|and|is|has|in|for|to|with|at|by|on|from|after|before|if|a|the)(?=\w)", re.IGNORECASE
 )
 """A numeral before its noun, as in "one device", which is no pronoun."""
-_COMMENT = re.compile(r"(?:^|\s)#\s+(?!type:|noqa|pragma|fmt:)")
+_COMMENT = re.compile(r"(?:^|\s)#\s+(?!type:|noqa|pragma|fmt:)(.*)")
+"""A comment; directives to tools are none."""
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
 _TABLE = re.compile(r"^ *(?:=+ +)+=+\n(?:.*\S.*\n)*|^ *\|.*\n", re.MULTILINE)
 """A table: its cells are no sentence."""
@@ -67,7 +71,7 @@ _TABLE = re.compile(r"^ *(?:=+ +)+=+\n(?:.*\S.*\n)*|^ *\|.*\n", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Measures of one room's docstrings."""
+    """Measures of one room's docstrings and comments."""
 
     unnamed: float
     """Words without a referent, in a thousand words."""
@@ -77,6 +81,8 @@ class Figures:
     """Sentences of more than `MOST_WORDS` words."""
     questions: int
     """Docstrings that are questions."""
+    comments: float = 0.0
+    """Words without a referent, in a thousand words of comments."""
 
 
 FIGURES: Final = {
@@ -84,9 +90,9 @@ FIGURES: Final = {
     "autodiff": Figures(0.0, 41, 0, 0),
     "checkpoint": Figures(0.0, 35, 0, 0),
     "cli": Figures(0.0, 28, 0, 0),
-    "compiler": Figures(0.0, 37, 2, 0),
+    "compiler": Figures(0.0, 37, 2, 0, 7.1),
     "control": Figures(0.0, 38, 0, 0),
-    "devices": Figures(0.0, 36, 2, 0),
+    "devices": Figures(0.0, 36, 2, 0, 9.1),
     "graph": Figures(0.0, 42, 0, 0),
     "inputs": Figures(0.0, 33, 0, 0),
     "lift": Figures(0.0, 34, 0, 0),
@@ -94,7 +100,7 @@ FIGURES: Final = {
     "ops": Figures(0.0, 30, 1, 0),
     "optim": Figures(0.0, 37, 0, 0),
     "profiler": Figures(0.0, 21, 0, 0),
-    "runtime": Figures(0.0, 42, 0, 0),
+    "runtime": Figures(0.0, 42, 0, 0, 14.1),
     "semantics": Figures(0.0, 39, 0, 0),
     "serving": Figures(0.0, 27, 1, 0),
     "state": Figures(0.0, 39, 0, 0),
@@ -152,8 +158,8 @@ UNCOMMENTED: Final = frozenset(_UNCOMMENTED.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Docstring:
-    """A docstring of a module, class, function or attribute, and its place."""
+class Passage:
+    """A docstring of a module, class, function or attribute, or a comment, and its place."""
 
     path: Path
     line: int
@@ -189,7 +195,7 @@ def _plain(text: str) -> str:
     return " ".join(_CODE.sub("X", "\n".join(lines)).split())
 
 
-def docstrings_in(path: Path) -> Iterator[Docstring]:
+def docstrings_in(path: Path) -> Iterator[Passage]:
     """Yield the docstrings of a file, with strings below attributes."""
     # Statements alone: expressions are most of a file's nodes, and hold no docstring.
     blocks: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
@@ -198,9 +204,28 @@ def docstrings_in(path: Path) -> Iterator[Docstring]:
             for statement in getattr(block, field, ()):
                 value = statement.value if isinstance(statement, ast.Expr) else None
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    yield Docstring(path, statement.lineno, value.value)
+                    yield Passage(path, statement.lineno, value.value)
                 elif hasattr(statement, "body"):
                     blocks.append(statement)
+
+
+def comments_in(path: Path) -> Iterator[Passage]:
+    """Yield the comments of a file; consecutive lines of comment are one comment."""
+    joined: list[str] = []
+    first, column = 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+        if token.type != tokenize.COMMENT or (found := _COMMENT.match(token.string)) is None:
+            continue
+        line, indent = token.start
+        is_alone = not token.line[:indent].strip()
+        if joined and not (is_alone and (line, indent) == (first + len(joined), column)):
+            yield Passage(path, first, " ".join(joined))
+            joined = []
+        if not joined:
+            first, column = line, indent if is_alone else -1
+        joined.append(found[1])
+    if joined:
+        yield Passage(path, first, " ".join(joined))
 
 
 def rooms() -> list[str]:
@@ -210,30 +235,49 @@ def rooms() -> list[str]:
     return ["modules", *package, "benchmarks", "examples", "tests", *tests]
 
 
-@cache
-def docstrings_of(room: str) -> list[Docstring]:
-    """Return the docstrings of a room."""
+def _files_of(room: str) -> list[Path]:
     whole = {"modules": PACKAGE.glob("*.py"), "tests": TESTS.glob("*.py")}
-    folder = ROOT / room if room.startswith(("benchmarks", "examples", "tests/")) else PACKAGE / room
-    return [each for path in sorted(whole.get(room) or folder.rglob("*.py")) for each in docstrings_in(path)]
+    folder = ROOT / room if _is_outside(room) else PACKAGE / room
+    return sorted(whole.get(room) or folder.rglob("*.py"))
 
 
-def figures_of(docstrings: list[Docstring]) -> Figures:
-    """Measure docstrings."""
+def _is_outside(room: str) -> bool:
+    return room.startswith(("benchmarks", "examples", "tests"))
+
+
+@cache
+def docstrings_of(room: str) -> list[Passage]:
+    """Return the docstrings of a room."""
+    return [each for path in _files_of(room) for each in docstrings_in(path)]
+
+
+@cache
+def comments_of(room: str) -> list[Passage]:
+    """Return the comments of a room of the package; none of other rooms."""
+    return [] if _is_outside(room) else [each for path in _files_of(room) for each in comments_in(path)]
+
+
+def _unnamed_in_thousand(passages: list[Passage]) -> float:
+    words = sum(len(_WORD.findall(each.prose)) for each in passages)
+    return round(1000 * sum(len(each.unnamed()) for each in passages) / max(words, 1), 1)
+
+
+def figures_of(docstrings: list[Passage], comments: list[Passage]) -> Figures:
+    """Measure docstrings and comments."""
     firsts = [word.lower() for each in docstrings for word in _WORD.findall(_ONE.sub("1 ", each.first))]
-    words = sum(len(_WORD.findall(each.prose)) for each in docstrings)
     return Figures(
-        round(1000 * sum(len(each.unnamed()) for each in docstrings) / words, 1),
+        _unnamed_in_thousand(docstrings),
         round(1000 * sum(word in PRONOUNS for word in firsts) / len(firsts), 1),
         sum(len(each.long()) for each in docstrings),
         sum(each.is_question() for each in docstrings),
+        _unnamed_in_thousand(comments),
     )
 
 
 @cache
 def figures_of_room(room: str) -> Figures:
-    """Measure the docstrings of a room."""
-    return figures_of(docstrings_of(room))
+    """Measure the docstrings and comments of a room."""
+    return figures_of(docstrings_of(room), comments_of(room))
 
 
 def comment_share(path: Path) -> float:
@@ -258,17 +302,18 @@ def unnamed_tests() -> list[str]:
 
 
 def main(rooms_asked: list[str]) -> None:
-    """Print the table, or the docstrings to mend of rooms."""
+    """Print the table, or the docstrings and comments to mend of rooms."""
     for room in rooms():
-        docstrings = docstrings_of(room)
         found = figures_of_room(room)
         if not rooms_asked:
             # Few docstrings stand in some folders of tests: one pronoun more must not exceed their figure.
             pronouns = max(math.ceil(1.03 * found.pronouns), GOAL.pronouns if room.startswith("tests") else 0)
             rounded = f"{1.03 * found.unnamed:.1f}, {pronouns}, {found.long}, {found.questions}"
+            rounded += f", {1.03 * found.comments:.1f}" if found.comments else ""
             print(f'    "{room}": Figures({rounded}),')
-        for each in docstrings if room in rooms_asked else ():
-            if each.unnamed() or each.long() or each.is_question():
+        if room in rooms_asked:
+            docstrings = [x for x in docstrings_of(room) if x.unnamed() or x.long() or x.is_question()]
+            for each in docstrings + [comment for comment in comments_of(room) if comment.unnamed()]:
                 print(f"{each.path.relative_to(ROOT)}:{each.line}: {' '.join(each.text.split())}")
 
 

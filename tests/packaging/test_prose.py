@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,7 @@ import asyncflow as af
 import asyncflow.serving
 import asyncflow.testing
 from tests.packaging import prose
-from tests.packaging.prose import FIGURES, GOAL, PACKAGE, ROOT, Docstring, docstrings_of
+from tests.packaging.prose import FIGURES, GOAL, PACKAGE, ROOT, Passage, comments_in, docstrings_of
 
 GLOSSARY = dict(
     re.findall(r"^\| ([a-z ]+) \| (.*) \|$", (ROOT / "docs/design/words.md").read_text("utf-8"), re.MULTILINE)[1:]
@@ -40,6 +41,11 @@ def test_docstrings_of_a_room_name_their_subjects(room: str) -> None:
 
 
 @ROOMS
+def test_comments_of_a_room_name_their_subjects(room: str) -> None:
+    assert prose.figures_of_room(room).comments <= FIGURES[room].comments, HINT
+
+
+@ROOMS
 def test_the_figures_of_a_room_are_lowered_once_it_is_mended(room: str) -> None:
     """A quarter of slack, so that a commit which mends few docstrings need not touch the table."""
     found, most = prose.figures_of_room(room), FIGURES[room]
@@ -47,6 +53,7 @@ def test_the_figures_of_a_room_are_lowered_once_it_is_mended(room: str) -> None:
     assert most.pronouns <= max(1.25 * found.pronouns, GOAL.pronouns), HINT
     assert most.long <= 1.25 * found.long + 2, HINT
     assert most.questions <= 1.25 * found.questions + 2, HINT
+    assert most.comments <= max(1.25 * found.comments, GOAL.unnamed) + 0.2, HINT
 
 
 @ROOMS
@@ -62,15 +69,28 @@ def test_the_table_has_the_rooms() -> None:
 
 def test_the_measure_finds_words_without_a_referent() -> None:
     def found(text: str) -> list[str]:
-        return Docstring(PACKAGE, 1, text).unnamed()
+        return Passage(PACKAGE, 1, text).unnamed()
 
     told = "Nobody waits; those who wait are told what is done, so many at a time."
     assert found(told) == ["Nobody", "those", "who", "what", "so many"]
     assert found("A user who calls `nobody` with those arrays gets what the kernel returns.") == []
-    assert Docstring(PACKAGE, 1, "Whether it runs.").is_question()
-    assert not Docstring(PACKAGE, 1, "True if the loop runs.").is_question()
-    assert Docstring(PACKAGE, 1, "Return one. " + "word " * 26).long() != []
-    assert Docstring(PACKAGE, 1, "Return one.\n\n===  ===\n" + "word " * 26 + "\n===  ===\n").long() == []
+    assert Passage(PACKAGE, 1, "Whether it runs.").is_question()
+    assert not Passage(PACKAGE, 1, "True if the loop runs.").is_question()
+    assert Passage(PACKAGE, 1, "Return one. " + "word " * 26).long() != []
+    assert Passage(PACKAGE, 1, "Return one.\n\n===  ===\n" + "word " * 26 + "\n===  ===\n").long() == []
+
+
+def test_comments_on_consecutive_lines_count_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "commented.py"
+    path.write_text(
+        "# A caller\n# who waits.\nx = [  # noqa: E501\n    1,  # what is here\n    # who is here\n    2,\n]\n"
+        "y = 1  # type: ignore\n# fmt: off\nif x:\n    # inside\n    y = '# who'\n# behind\n",
+        "utf-8",
+    )
+    comments = list(comments_in(path))
+    found = [(1, "A caller who waits."), (4, "what is here"), (5, "who is here"), (11, "inside"), (13, "behind")]
+    assert [(each.line, each.text) for each in comments] == found
+    assert [each.unnamed() for each in comments] == [[], ["what"], ["who"], [], []]
 
 
 def test_long_files_say_why() -> None:

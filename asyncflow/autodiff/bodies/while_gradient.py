@@ -124,7 +124,7 @@ class _WhileGradient:
         body = GradientBody(self.graph, f"{label}/body", self.forward, kept.restore)
         parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
         with body:
-            # The variable counts the iterations that are left to go back through; the one at hand has one number less.
+            # The variable counts the iterations still to go back through; the current iteration's index is one less.
             kept.indexes[body] = subtract(parameters[0], 1)
             views = dict.fromkeys(self.views(fixed))
             reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, views=views)
@@ -132,8 +132,8 @@ class _WhileGradient:
                 if result in reverse.connected:
                     reverse.give(result, ensure_shape(grad, result.shape))
             reverse.run()
-            # In the order of `parameters`. What does not depend on a variable's value before has zeros for it, and not
-            # what reached the variable later: an assignment ends the gradient of the old value.
+            # In the order of `parameters`. A loop variable whose old value is unused gets zeros, not the gradient that
+            # reached its new value: assignment ends the old value's gradient.
             body.results.append(kept.indexes[body])
             body.results += [ensure_shape(zeros_if_none(reverse.gradient(x), x), x.shape) for x in in_body]
             sums = LoopSums(body)
@@ -150,15 +150,16 @@ class _WhileGradient:
         for place, output in zip(self.active, loop.outputs[1:], strict=False):
             reached[place] = ensure_shape(output, node.inputs[place].shape)
         for target, total in sums.totals(loop.outputs[len(parameters) :]):
-            # Each for itself, so that a loop around this one sees which of them are parts.
+            # Given one by one, so that an outer loop sees which gradients are parts.
             if isinstance(target, Tensor):
                 self.give(target, total)
             else:
                 self.sweep.give_variable(target.serial, total)
-        # Entries are those of loop variables, whose places stay; captures were given theirs, wherever they stand now.
+        # Only loop variables have entries, as their places stay; captures, whose places may have moved, were given
+        # theirs above.
         return reached + [None] * (len(node.inputs) - len(reached))
 
-    # -- views that the body makes of what is the same in every iteration --------------------------------------------
+    # -- views of values that are the same in every iteration --------------------------------------------------------
 
     def views(self, fixed: Collection[Tensor]) -> list[Tensor]:
         """Return the views that the forward body makes of `fixed` values, and of one another.
@@ -363,7 +364,8 @@ class _Kept:
         before = len(graph.nodes)
         with reopened(graph):
             initial = make()
-        # Nodes stand behind their inputs: what was built just now, at the end, goes in front of the loop that takes it.
+        # Nodes stand behind their inputs: move the nodes just built from the end to the front of the loop that uses
+        # them.
         made = graph.nodes[before:]
         del graph.nodes[before:]
         place = graph.nodes.index(self.node)

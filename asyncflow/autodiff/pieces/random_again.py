@@ -46,7 +46,7 @@ def axes_of(key: Tensor) -> int:
     """Return how many row axes a key has, by the node that makes it."""
     node = key.node
     while node.op not in (BY_ROW_DRAWN, RANDOM_AGAIN) and node.inputs:
-        node = node.inputs[0].node  # such as the one that gives rows of rows their shape
+        node = node.inputs[0].node  # such as a node that shapes rows of rows
     attrs, axes = node.attrs, 0
     while attrs:
         axes += len(attrs.get("loops", ()))

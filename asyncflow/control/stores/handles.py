@@ -20,8 +20,8 @@ class Handle:
     _dropped: str
     """Warning about a write whose result is dropped, with a placeholder for the location."""
 
-    # Whether anything has taken the handle, in a list that outlives it; and the handles that writes to this one gave,
-    # with that of each and the line of the write, to warn of those that were dropped.
+    # `_is_used` is a list of one flag, which outlives the handle: True once the handle was taken. `_writes` has, for
+    # each write to this store, the new handle, its flag and the line, for warnings of dropped writes.
     _handle: Tensor
     _is_used: list[bool]
     _writes: list[tuple[ref[Self], list[bool], SourceLocation]]

@@ -110,7 +110,7 @@ class RowBlock:
                 f"room for {capacity} rows of a {kind} takes {nbytes:,} bytes; give less capacity"
             ) from None
         self.readable = self.array
-        if xp is np:  # elsewhere nobody else can write
+        if xp is np:  # only NumPy arrays reach code that could write to them
             self.readable = self.array.view()
             self.readable.flags.writeable = False
         self.filled = self.grown_from = 0

@@ -89,7 +89,7 @@ def _new_kernel(xp: Namespace, *, row: Spec) -> Kernel:
     return new
 
 
-# Two stores made alike are not interchangeable: rows for one must not be written behind those of the other.
+# Two stores made alike are not interchangeable: their appended rows must not mix.
 ROW_STORE = define("row_store", _new_spec, _new_kernel, conduct=NEW_EACH, flops=free, host_inputs=(0,), traits=KERNELS)
 APPEND = define("row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=NEW)
 TAKE = define("row_store_take", _take_spec, lambda xp, **attrs: RowState.take, flops=moving, traits=READS_STORE)

@@ -276,8 +276,8 @@ class TensorArray(Handle):
         array._carry(handle)
         array._kind = kind
         array._length = length
-        # Nothing is known of what has been written, so anything may have been.
-        array._common = (kind.element_shape,)  # not None, which would say that nothing is written
+        # Earlier writes are unknown, so elements may have any shape that the kind allows.
+        array._common = (kind.element_shape,)  # None would say that no element is written
         return array
 
     @property
@@ -450,7 +450,7 @@ def _unpack(array: TensorArray) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...
 def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
     array = TensorArray.from_handle(children[0], kind)
-    # Behind a branch or loop the handle is new: what was known of the old one is read off the graph again.
+    # A branch or loop returns a new handle: shape and length are read off the graph again.
     if isinstance(array.handle, Tensor):  # nests are also made of names and paths
         array._common, maker = elements_of(array.handle, kind.element_shape, _WRITERS)
         array._length = None if maker is None else _fixed_length(maker)

@@ -193,7 +193,7 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
         raise GraphError(f"cannot make a tensor of {brief(value)}: {reason}") from error
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # objects with __array__, __len__ and the like raise what they like
+    except Exception as error:  # an object's `__array__`, `__len__` and the like may raise anything
         raise DTypeError(
             f"cannot make a tensor of {a_kind(type(value))}: NumPy cannot read it ({told(error)}); give a NumPy "
             "array of its values"
@@ -217,7 +217,7 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
 
 def is_masked(value: object) -> bool:
     """Return True if `value` is a masked array, whose mask NumPy would silently lose."""
-    # There is none before somebody has imported the module, which takes 10 ms.
+    # No masked array exists before `numpy.ma` is imported, and an import here would take 10 ms.
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(value, masked.MaskedArray)
 
@@ -352,7 +352,7 @@ def group(*items: Tensor | Node, name: str | None = None) -> Node:
     graph = graph_for(*items)
     before = [local for item in items if (local := awaited_node(item, graph)) is not None]
     node = graph.add_node(builtin.NO_OP, (), {}, (), name="group" if name is None else name)
-    # All at once: one by one, each would be looked for among those before it.
+    # Added all at once: one by one, each would be searched among all earlier edges.
     node.control_inputs = list(dict.fromkeys((*node.control_inputs, *before)))
     return node
 

@@ -80,6 +80,6 @@ def _decode(spec: Spec, encoded: str) -> bytes:
 
 
 def _little_endian(array: Array) -> Array:
-    # An involution, so it also turns bytes of the text into those of the machine.
+    # An involution, so it also converts little-endian bytes to the machine's order.
     swaps = array.dtype.kind in "iufc" and sys.byteorder == "big"
     return array.byteswap() if swaps else array

@@ -49,7 +49,7 @@ def _unary(name: str) -> Callable[[Operators], Tensor]:
     return lambda self: _call(name, self)
 
 
-# NumPy's operators are ufuncs, and those of the names below bear other names than the Array API gives them.
+# NumPy's operators are ufuncs; these ufuncs have other names in the Array API.
 _RENAMED = {
     "absolute": "abs",
     "invert": "bitwise_invert",

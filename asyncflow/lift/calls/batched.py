@@ -243,7 +243,7 @@ class SharedBody(SharedCode):
         except (GraphError, CannotLift):  # these lengths do not fit together: they show nothing about the results
             return [None] * len(self.specs)
 
-    # -- what is fed, and what comes back ------------------------------------------------------------------------
+    # -- feeds and results ---------------------------------------------------------------------------------------
 
     def kind(self, inputs: Sequence[Array]) -> Hashable:
         """Equal for members that may share a call, as far as dtypes and shapes are concerned.

@@ -129,7 +129,8 @@ def _draw_parted_by_key(graph: Graph, parted: PartedRows, key: Tensor, inside: i
     shape, rows = parted.numbers.shape, parted.rows
     assert shape is not None
     assert shape[1] is not None
-    # In a tag, the numbers of a row stand before those of loops inside, in place of loops that bring rows in turn.
+    # In a tag, a row's numbers precede the iteration numbers of inner loops. They replace the numbers of loops that
+    # would bring the rows in turn.
     around = rows.own_loops + sum(loops for *_, loops in rows.outer)
     _draw_inside_by_key(parted.node, key, inside + shape[1] - around, of_rows=True)
     keyed = replace(parted, inputs=(*parted.inputs, LiftedValue(key, has_rows=False)))

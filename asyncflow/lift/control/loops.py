@@ -58,7 +58,7 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
         return [*(LiftedValue(x, rows) for x, rows in zip(values, flags, strict=True)), *captures]
 
     def sized(x: Tensor, rows: bool) -> Tensor:
-        # What is told its shape by a vector has lost that the number of rows is known.
+        # A value reshaped to a computed shape no longer shows the known number of rows.
         return ensure_shape(x, lifting.rows.shape(x.shape[1:])) if rows and x.shape else x
 
     returned = while_loop(
@@ -164,7 +164,7 @@ class _RowsLoop:
         carried = any(x.has_rows and x.tensor.dtype == VARIANT for x in inputs[node.n_vars :])
         if carried or not all(is_saved(node.inputs[place]) for place in stores):
             raise CannotLift(f"{node.name} is left by each row for itself, and carries a TensorArray")
-        # Stores of saved values are one for all rows: in each iteration they get those of the rows that go on.
+        # All rows share the stores of saved values: each iteration saves the values of the rows that go on.
         self.flags = [flag or place in stores for place, flag in enumerate(flags)]
         self.left = [place for place in range(node.n_vars) if place not in stores]
         self.carried = [place for place in range(node.n_vars, len(inputs)) if inputs[place].has_rows]

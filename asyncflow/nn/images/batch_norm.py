@@ -210,7 +210,7 @@ def batch_norm(
 ) -> Tensor:
     """``(input - mean) / sqrt(variance + eps) * weight + bias``, for each channel.
 
-    While training, mean and variance are those of the batch. A run that needs the result, or its gradient, first
+    While training, mean and variance are computed over the batch. A run that needs the result, or its gradient, first
     changes each running statistic: ``running = (1 - momentum) * running + momentum * found``, atomically. The variance
     that it keeps is divided by the number of values less 1. Otherwise, mean and variance are the running statistics.
 

@@ -50,7 +50,7 @@ def _power(loop: cuda.UfuncLoop, a: str, b: str) -> str:
 
 
 def _next_after(loop: cuda.UfuncLoop, a: str, b: str) -> str | None:
-    # The neighbours of a half are not those of the float that holds it.
+    # The neighbours of a half differ from the neighbours of the float that holds it.
     return None if loop.dtype.name in cuda.HALVES else f"nextafter{loop.suffix}({a}, {b})"
 
 

@@ -109,7 +109,7 @@ def _spread(node: Node, grad: Tensor) -> Tensor:
 
 gradient_of_first(SUM_TO, _spread)
 
-# -- what is known of a shape ----------------------------------------------------------------------------------------
+# -- known shapes ----------------------------------------------------------------------------------------------------
 
 ENSURE_SHAPE = define(
     "ensure_shape",

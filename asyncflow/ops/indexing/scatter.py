@@ -170,7 +170,7 @@ def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Arra
         whole: list[Index] = [slice(None)] * axis
         result[(*whole, rows)] += values
         return
-    # NumPy adds at positions of a vector several times faster than at those of rows.
+    # NumPy adds at positions of a vector several times faster than at rows.
     outer = math.prod(result.shape[:axis])
     at = rows.reshape(1, -1, 1) + np.arange(outer).reshape(-1, 1, 1) * extent
     positions = at * inner + np.arange(inner)

@@ -266,7 +266,7 @@ def _spelled_out(subscripts: str, xs: Sequence[Tensor]) -> str:
     terms = left.split(",")
     _check_signs(subscripts, [term.replace("...", "", 1) for term in (*terms, result)])
     if "..." not in subscripts or len(terms) != len(xs):
-        return subscripts  # the shape rule says what is wrong with the number of operands
+        return subscripts  # the shape rule reports a wrong number of operands
     ranks = [_axes_of_ellipsis(x, term) for x, term in zip(xs, terms, strict=True)]
     unused = [letter for letter in ascii_letters if letter not in subscripts]
     if max(ranks) > len(unused):
@@ -326,7 +326,7 @@ def _einsum_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, subscrip
     for shape, term in zip(inputs, terms, strict=True):
         for letter, dim in zip(term, shape or (), strict=False):
             extents[letter] = max(extents.get(letter, 1), 1 if dim is None else dim)
-    # What is no product of two goes element by element.
+    # Products of more than two operands are counted element by element.
     return (1.0 if len(inputs) < 3 else PASS) * len(inputs) * elements(tuple(extents.values()))
 
 

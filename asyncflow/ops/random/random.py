@@ -199,8 +199,8 @@ def _float_draw(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> 
 
 
 def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...] | None, kind: type) -> Array:
-    # One value in 22 lies outside and is drawn again. So it depends on the values how many numbers a row takes from its
-    # generator, and the op has no `draw_rows`, by which all rows take as many.
+    # One value in 22 lies outside and is drawn again, so rows take different counts of numbers from their generators.
+    # The op therefore has no `draw_rows`, with which all rows take equally many.
     values = np.asarray(rng.standard_normal(() if shape is None else shape, kind))
     while (outside := np.abs(values) > 2).any():
         values[outside] = rng.standard_normal(int(outside.sum()), kind)
@@ -211,7 +211,7 @@ def _float_rows(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> 
     read, kind = shape_reader(shape), (float64 if dtype == float64 else float32).type
 
     def draw(filled: Filled, count: int, sizes: Sequence[Array], has_rows: Sequence[bool]) -> Array | None:
-        if any(has_rows):  # sizes differ from row to row, so there is no one array to fill
+        if any(has_rows):  # sizes differ from row to row, so no single array can be filled
             return None
         out = np.empty((count, *read(sizes)), kind)
         return filled(lambda rng, row: sample(rng, None, kind, row), out).astype(dtype, copy=False)
@@ -480,7 +480,7 @@ def _bernoulli_spec(p: Spec) -> Spec:
 
 def _bernoulli_draw() -> Callable[..., Value]:
     def draw(rng: np.random.Generator, p: Array) -> Value:
-        if not p.ndim and 0 <= p <= 1:  # one number needs no array; what is not a probability is refused below
+        if not p.ndim and 0 <= p <= 1:  # one number needs no array; a wrong probability is refused below
             return np.bool_(rng.random() < float(p))
         p = np.asarray(p).astype(float64)
         _require((p >= 0) & (p <= 1), p, "probabilities lie from 0 to 1")

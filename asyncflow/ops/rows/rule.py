@@ -229,7 +229,7 @@ def is_saved(x: Tensor) -> bool:
     """Return True if a value of a body is a store, or has come from one, in which loops save their iterations'
     values.
     """
-    # A loop gives back what it was given, with elements; a branch, what its first body made or was given.
+    # A loop returns the store that it was given, with elements; a branch, the store of its first body.
     while isinstance(x.node, StructuredNode):
         node = x.node
         x = (node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results)[x.index]
@@ -294,7 +294,7 @@ def refuse_part(node: Node, rows: RowAxis) -> None:
         raise CannotLift(f"{node.name} is an element of a TensorArray, in a loop that each row leaves for itself")
 
 
-# -- what is the same for every row ----------------------------------------------------------------------------------
+# -- values that are the same for every row --------------------------------------------------------------------------
 
 
 def _spread_spec(x: Spec, count: Spec, *, extent: int | None) -> Spec:

@@ -499,7 +499,7 @@ def _return_annotation(function: Callable[..., object]) -> Outputs:
     found = annotations.get("return", type)
     if isinstance(found, str):
         try:
-            # Only the return annotation: one of a parameter may name what is imported for type checkers alone.
+            # Evaluate only the return annotation: a parameter's may name an import for type checkers alone.
             found = eval(found, getattr(function, "__globals__", {}))  # as inspect.get_annotations does
         except Exception:
             return None  # an annotation for type checkers alone

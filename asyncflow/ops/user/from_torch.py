@@ -147,7 +147,7 @@ class TorchOp:
                 outputs = self._inferred(tensors, tuple(given), arguments)
             attrs = {"outputs": outputs, "names": tuple(given), "arguments": arguments}
             node = graph.add_node(self._op, tensors, attrs, declared_specs(**attrs))
-        # What is not given stays in the module's memory.
+        # Parameters that are not given stay in the module's memory.
         node.device = node.device or home
         return nest.flatten(outputs)[1].unflatten(node.outputs)
 
@@ -198,7 +198,7 @@ class TorchOp:
         try:
             if any(x.shape is None for x in tensors):
                 raise ValueError("the rank of an input is unknown")
-            # Twice, if an extent is open: those of the results that differ then are open, too.
+            # Twice, if an extent is open: result extents that differ between the probes are open, too.
             for extent in _PROBES if is_open or self._rows else _PROBES[:1]:
                 probes = [
                     torch.empty([extent if dim is None else dim for dim in x.shape or ()], dtype=dtype, device="meta")
@@ -300,7 +300,7 @@ class TorchOp:
         """The results of a module of a single row, for all of them."""
         if len(inputs[0]) == 1:  # called as it is, a module may also do what vmap refuses, such as draw
             return nest.map_leaves(_with_row, self._called([x[0] for x in inputs], names, arguments))
-        # A module that counts what it has seen in a buffer is not run for rows that may be run again.
+        # A module with buffers may count its calls there, so while training it is not run for rows that may run again.
         counts = self._is_module and self._module.training and any(True for _ in self._module.buffers())
         if self._refused >= _MOST_REFUSED or counts or not len(inputs[0]):
             raise RowByRow
@@ -374,7 +374,7 @@ class TorchOp:
             with tensors_of.active(), torch.enable_grad():
                 tensors = [tensors_of.tensor(value) for value in values]
                 inputs, grads = tensors[: -len(reaching)], tensors[-len(reaching) :]
-                # New leaves that share the memory: what is recorded for the gradient ends at them.
+                # New leaves that share the memory: the tape for the gradient ends at them.
                 for index in wanted:
                     inputs[index] = inputs[index].detach().requires_grad_()
                 before = tensors_of.random_state()

@@ -108,7 +108,7 @@ class CudaTensors:
         torch = self._torch
         if isinstance(value, np.generic) or not value.size:
             device = f"cuda:{self._xp.cuda.runtime.getDevice()}"
-            # What has no elements has no address, by which DLPack finds a card.
+            # An array without elements has no address, by which DLPack finds a card.
             fill = value.item() if value.size else 0
             return torch.full(value.shape, fill, dtype=torch_dtype(torch, value.dtype), device=device)
         if min(value.strides, default=0) < 0:

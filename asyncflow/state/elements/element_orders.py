@@ -154,7 +154,7 @@ class PriorityOrder:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Element]] = []
         self._count = 0
-        self.last: list[int] = []  # the numbers of those that were removed last
+        self.last: list[int] = []  # arrival numbers of the elements removed last
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -205,7 +205,7 @@ class BucketOrder:
         self._buckets: dict[Hashable, deque[tuple[int, Element]]] = {}
         self._count = 0
         self._len = 0
-        self.last: list[tuple[Hashable, int]] = []  # buckets and numbers of those that were removed last
+        self.last: list[tuple[Hashable, int]] = []  # buckets and arrival numbers of the elements removed last
 
     def __len__(self) -> int:
         return self._len
@@ -214,7 +214,7 @@ class BucketOrder:
         """Return the elements with their buckets."""
         buckets = [self._bucket_by(element) for element in elements]
         for bucket in buckets:
-            hash(bucket)  # raises here what it raises
+            hash(bucket)  # an unhashable bucket fails here, before any element is added
         return list(zip(buckets, elements, strict=True))
 
     def add(self, entries: Iterable[tuple[Hashable, Element]]) -> None:

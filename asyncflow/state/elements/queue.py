@@ -56,7 +56,7 @@ class QueueSnapshot(NamedTuple):
     def arrays(self) -> dict[str, Array]:
         """The same as arrays, for a checkpoint."""
         arrays = {"is_closed": np.asarray(self.is_closed), **as_arrays(self.elements, self.specs)}
-        if isinstance(self.order, tuple):  # of Python's generator: a version, numbers, and what it has not drawn
+        if isinstance(self.order, tuple):  # of `random.Random.getstate`: (version, integers, next Gaussian)
             arrays["order"] = np.array(self.order[1], np.int64)
         return arrays
 
@@ -103,7 +103,7 @@ class QueueState(LinedState):
     def __repr__(self) -> str:
         return f"<QueueState {self.name}: {self.describe()}>"
 
-    # -- what is asked for ---------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------
 
     def put(
         self, elements: Sequence[Element], what: str, finish: Callable[[None], Value], taken: Taken | None = None

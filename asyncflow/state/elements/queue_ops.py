@@ -64,7 +64,7 @@ def _copies(elements: Sequence[tuple[Value, ...]]) -> list[Element]:
 
 
 def _effects(*touched: tuple[str, Access]) -> Callable[[Node], Effects]:
-    # What puts in and what takes out are two resources, each with an order of its own.
+    # Puts and takes are effects on two resources, each with its own order.
     return lambda node: tuple(((node.attrs["queue"].effect_key, side), access) for side, access in touched)
 
 

@@ -33,7 +33,7 @@ def wake_on(loop: asyncio.AbstractEventLoop, place: PlaceInLine, wake: Callable[
             return
         try:
             loop.call_soon_threadsafe(wake)
-        except RuntimeError:  # it is closed, and nobody waits there any more
+        except RuntimeError:  # the loop is closed, and has no waiting tasks any more
             place.leave()
 
     place.when_called(call)

@@ -136,7 +136,8 @@ class ToldPlace(PlaceInLine):
         try:
             raise outcome
         finally:
-            # No cycles: what is being handled now may have it as its cause, and its traceback leads to this frame.
+            # Avoid a cycle: an exception being handled may have `outcome` as its cause, and its traceback leads to this
+            # frame.
             outcome.__context__ = context
             del outcome, context
 

@@ -31,7 +31,7 @@ class PhysicalCard:
     events: EventPool
     awaited: dict[tuple[asyncio.AbstractEventLoop, int], ForeignWait] = field(default_factory=dict)
     _free: list[Raw] = field(default_factory=list)
-    _made: list[Raw] = field(default_factory=list)  # also those that never come back: none is ever destroyed
+    _made: list[Raw] = field(default_factory=list)  # includes streams never returned: no stream is ever destroyed
 
     def take_stream(self) -> Raw:
         """Take a free ``cupy.cuda.Stream``, or make one."""

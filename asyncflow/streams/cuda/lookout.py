@@ -82,7 +82,7 @@ class Lookout:
     def __init__(self) -> None:
         """Begin with nothing to look at."""
         self.watched: dict[Watched, None] = {}
-        # A timer would have the context of who happened to give a ticket, and keep all that is in there.
+        # A timer would inherit the context of the first caller that adds a ticket, and keep its objects alive.
         self._context = Context()
         self._is_looking = self._is_probing = False
         self._long_s = LONG_S

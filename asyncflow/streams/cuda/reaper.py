@@ -268,7 +268,7 @@ class Reaper(Lifecycle):
         try:
             with self._device:
                 event = self.events.take(sleeps=for_ticket and self._asleep < MOST_ASLEEP)
-                if for_ticket and self._flag is not None:  # before the event: who waits for that finds it written
+                if for_ticket and self._flag is not None:  # before the event, so that its waiters find the flag written
                     event.flag, event.number = self._flag, self._flag.mark()
                 self.events.runtime.eventRecord(event.raw.ptr, self.raw.ptr)
         except Exception as exc:
@@ -323,7 +323,7 @@ class Reaper(Lifecycle):
         tickets = self.in_flight
         for _ in range(min(len(tickets), MAX_BATCH)):
             ticket = tickets[0]
-            # Those of a loop that is closed are for the thread to discard.
+            # The thread discards tickets of a closed loop.
             if ticket.mailbox is not self._mailbox:
                 break
             event = ticket.event
@@ -475,7 +475,7 @@ class Reaper(Lifecycle):
             except Empty:
                 _post(batch)
                 return self._queue.get()
-            # The next one is not done: what is done must not wait for it.
+            # The next ticket is not done: post the finished tickets without waiting for it.
             if following is None or len(batch) == MAX_BATCH or not self._is_done(following.event):
                 _post(batch)
                 return following

@@ -124,7 +124,7 @@ class CudaStream:
     def __repr__(self) -> str:
         return f"<CudaStream {self.name} on device {self.physical}, {self.pending} pending>"
 
-    # -- what is current -----------------------------------------------------------------------------------------
+    # -- current stream ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> CudaStream:
         """Activate this stream on the thread, with its device and pool, for one block without ``await``.

@@ -256,7 +256,7 @@ class SimStream:
         if not self.has_seen(event):
             self._seen = _merged(self._seen, event.known(), self)
             self._waits_ns = max(self._waits_ns, event.time_ns)
-            self._count += 1  # two events of one count must not differ in what they have seen
+            self._count += 1  # events with equal counts must have seen the same events
 
     def stop(self) -> None:
         """Refuse further work; finish the work already given. Idempotent."""

@@ -287,7 +287,7 @@ class InputGraph:
 
     def _arrays(self) -> tuple[Array, Array, Array, Array | None, Array]:
         parts = self.offsets, self.children, self.samples, self.types, self.heights
-        if not isinstance(self.heights, np.ndarray):  # which those of arrays have
+        if not isinstance(self.heights, np.ndarray):  # graphs of arrays have heights
             raise _no_array(self.offsets)
         return cast("tuple[Array, Array, Array, Array | None, Array]", parts)
 
