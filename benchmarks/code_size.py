@@ -29,7 +29,7 @@ PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_263,
     "asyncflow/runtime/": 11_335,
-    "asyncflow/ops/": 8_705,
+    "asyncflow/ops/": 9_140,
     "asyncflow/devices/": 9_475,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
@@ -45,12 +45,12 @@ CAPS: Final = {
     "asyncflow/": 1_100,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
-    "asyncflow/nn/": 1_215,
+    "asyncflow/nn/": 1_520,
     "asyncflow/testing/": 562,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 68_400
+TOTAL: Final = 69_140
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

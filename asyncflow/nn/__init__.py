@@ -2,8 +2,9 @@
 
 A cell is a function ``cell(x, state) -> (output, state)`` of one step of a batch; `lstm_cell` and `gru_cell` are, once
 they are given weights. `dynamic_rnn` runs any cell over sequences of different lengths. Losses are given for each
-example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end. `batch_norm`,
-`rms_norm` and `group_norm` normalise layers, and `scaled_dot_product_attention` is the attention of transformers.
+example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's end. `batch_norm`, `rms_norm` and
+`group_norm` normalise layers. `conv2d` and `max_pool2d` are layers of images, and `scaled_dot_product_attention` is the
+attention of transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,21 @@ from asyncflow.nn.gru import GRUWeights as GRUWeights
 from asyncflow.nn.gru import gru_cell as gru_cell
 from asyncflow.nn.gru import gru_weights as gru_weights
 from asyncflow.nn.images.batch_norm import batch_norm as batch_norm
+from asyncflow.nn.images.convolution import conv1d as conv1d
+from asyncflow.nn.images.convolution import conv2d as conv2d
+from asyncflow.nn.images.convolution import conv3d as conv3d
+from asyncflow.nn.images.convolution import conv_transpose1d as conv_transpose1d
+from asyncflow.nn.images.convolution import conv_transpose2d as conv_transpose2d
+from asyncflow.nn.images.convolution import conv_transpose3d as conv_transpose3d
+from asyncflow.nn.images.pooling import adaptive_avg_pool1d as adaptive_avg_pool1d
+from asyncflow.nn.images.pooling import adaptive_avg_pool2d as adaptive_avg_pool2d
+from asyncflow.nn.images.pooling import adaptive_avg_pool3d as adaptive_avg_pool3d
+from asyncflow.nn.images.pooling import avg_pool1d as avg_pool1d
+from asyncflow.nn.images.pooling import avg_pool2d as avg_pool2d
+from asyncflow.nn.images.pooling import avg_pool3d as avg_pool3d
+from asyncflow.nn.images.pooling import max_pool1d as max_pool1d
+from asyncflow.nn.images.pooling import max_pool2d as max_pool2d
+from asyncflow.nn.images.pooling import max_pool3d as max_pool3d
 from asyncflow.nn.initializers import glorot_uniform as glorot_uniform
 from asyncflow.nn.initializers import orthogonal as orthogonal
 from asyncflow.nn.losses import mean_squared_error as mean_squared_error

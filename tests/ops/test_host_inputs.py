@@ -310,6 +310,15 @@ def _complex(z: Tensor) -> list[Tensor]:
     return [af.real(z), af.imag(z), af.conj(z), z * z, af.logical_and(z, z), af.index_add(z, [0, 0], z[:2])]
 
 
+def _layers(x: Tensor, n: Tensor) -> list[Tensor]:
+    images = af.reshape(x, (1, 2, 3))
+    weights = af.reshape(af.concat([x, x], axis=0), (2, 2, 3))
+    y = af.nn.conv1d(images, weights, padding=1, stride=2)
+    z = af.nn.max_pool1d(images, 2, 1) + af.nn.avg_pool1d(images, 2, 1)
+    grads = [each for each in gradients([y, z], [images, weights], [y, z]) if each is not None]
+    return [y, z, *grads, *(each for each in gradients(grads, [y, z], grads) if each is not None)]
+
+
 def _random(x: Tensor, n: Tensor) -> list[Tensor]:
     size, x = af.shape(x), af.stop_gradient(x)
     return [
@@ -378,6 +387,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_arrays, (X, N), True),
     (_rows, (X, N), False),
     (_parts, (X, N), False),
+    (_layers, (X, N), False),
     (_complex, (X[0] + 1j * X[1],), False),
     (_random, (X, N), False),
     (_again, (X,), False),

@@ -1,0 +1,1 @@
+"""Convolution and pooling: ops on windows of the last axes."""
