@@ -29,7 +29,7 @@ PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_263,
     "asyncflow/runtime/": 11_335,
-    "asyncflow/ops/": 9_140,
+    "asyncflow/ops/": 9_160,
     "asyncflow/devices/": 9_475,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,

@@ -68,7 +68,9 @@ class _Blocks:
                 raise ValueError("attn_mask has NaN; a float mask has -inf where a query does not see a key")
             whole = xp.broadcast_to(mask, (*q.shape[:-1], self.keys))
             self.mask = whole.reshape(*self.batch, each, *whole.shape[-2:])
-        if left:
+        if left and xp is np and left[0].size == 1:  # of a single example, further keys are left out
+            self.keys = min(self.keys, max(0, int(left[0].item())))
+        elif left:
             self.lengths = xp.repeat(left[0].reshape(-1), heads)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice, Array]]:
@@ -103,20 +105,27 @@ class _Blocks:
         # The least number of the dtype would do as well, but a query without keys could not be told from others then.
         keys, unseen = xp.arange(seen.stop), scores.dtype.type(-np.inf)
         # The first query of a block sees the keys up to its own number, so there may be nothing to leave out.
+        # The scores are this block's own, and are changed in place: they are the largest values there are.
         if self.causal and seen.stop > queries.start + 1:
-            scores = xp.where(keys > xp.arange(queries.start, queries.stop)[:, None], unseen, scores)
+            xp.copyto(scores, unseen, where=keys > xp.arange(queries.start, queries.stop)[:, None])
         if self.lengths is not None:
-            scores = xp.where(keys >= self.lengths[items][:, None, None, None], unseen, scores)
+            xp.copyto(scores, unseen, where=keys >= self.lengths[items][:, None, None, None])
         if self.mask is not None:
             mask = self._mask_of(items)[:, :, queries, seen]
-            scores = xp.where(mask, scores, unseen) if mask.dtype == bool else scores + mask
+            if mask.dtype == bool:
+                xp.copyto(scores, unseen, where=~mask)
+            else:
+                scores += mask
         if not seen.stop:  # of nothing there is no `max`
             return scores
         peak = scores.max(axis=-1, keepdims=True)
-        scores = xp.exp(scores - xp.where(xp.isfinite(peak), peak, peak.dtype.type(0)))
+        # To look costs nothing on the host. A query that sees no key, which gets zeros, has no finite peak.
+        is_finite = xp is np and bool(np.isfinite(peak).all())
+        scores -= peak if is_finite else xp.where(xp.isfinite(peak), peak, peak.dtype.type(0))
+        xp.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
-        # A query that sees no key gets zeros.
-        return scores / xp.where(total == 0, total.dtype.type(1), total)
+        scores /= total if is_finite else xp.where(total == 0, total.dtype.type(1), total)
+        return scores
 
     def _mask_of(self, items: slice) -> Array:
         assert self.mask is not None
@@ -130,9 +139,15 @@ class _Blocks:
 
 def _attend(xp: Namespace, attrs: Attrs, q: Array, k: Array, v: Array, *rest: Array) -> Array:
     blocks = _Blocks(xp, attrs, q, k, v, *rest)
-    found = xp.zeros((*blocks.parts[0].shape[:3], v.shape[-1]), q.dtype)
+    shape, found = (*blocks.parts[0].shape[:3], v.shape[-1]), None
     for items, queries, seen, probabilities in blocks:
-        found[items, :, queries] = xp.matmul(probabilities, blocks.of(2, items, seen)).astype(q.dtype, copy=False)
+        part = xp.matmul(probabilities, blocks.of(2, items, seen)).astype(q.dtype, copy=False)
+        if part.shape == shape:  # a single block, as of a few queries
+            found = part
+            break
+        found = xp.zeros(shape, q.dtype) if found is None else found
+        found[items, :, queries] = part
+    found = xp.zeros(shape, q.dtype) if found is None else found
     return found.reshape(*q.shape[:-1], v.shape[-1])
 
 

@@ -128,6 +128,20 @@ async def test_a_step_hands_out_values_of_the_body() -> None:
     assert made == 1
 
 
+def test_weights_of_layer_norm_are_not_spread_over_rows() -> None:
+    ones = np.ones(3, np.float32)
+
+    def body(i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        return i + 1, af.layer_norm(x, ones, ones)
+
+    with af.Graph():
+        x = af.placeholder("float32", (3,))
+        shared = shared_of(af.while_loop(lambda i, _: i < 3, body, (0, x), pool=af.Pool())[1])
+    names = [node.op.name for node in shared.steps.graph.walk()]
+    assert "layer_norm" in names
+    assert "spread_rows" not in names
+
+
 def test_common_values_have_no_rows() -> None:
     """Constants and variables; and what an element of a TensorArray goes into is not computed again."""
     with af.Graph():

@@ -61,6 +61,19 @@ async def test_attention(run: Run, case: str, heads: int) -> None:
     np.testing.assert_allclose(found, by_numpy(QUERY, k, v, added, options.get("scale")), rtol=1e-12)
 
 
+@pytest.mark.parametrize("length", [-1, 0, 2, KEYS, KEYS + 3])
+async def test_keys_past_the_length_of_a_single_example_are_not_read(run: Run, length: int) -> None:
+    """A cache with room has anything behind its filled part, and the scores there are not computed."""
+    q, k, v = QUERY[0], KEY[0].copy(), VALUE[0].copy()
+    seen = min(max(length, 0), KEYS)
+    k[:, seen:] = v[:, seen:] = np.nan
+    with af.Graph():
+        lengths = af.placeholder("int64", ())
+        found = await run(attend(q, k, v, lengths=lengths), {lengths: length})
+        wanted = await run(attend(q, k[:, :seen], v[:, :seen]))
+    np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_BYTES", 300)

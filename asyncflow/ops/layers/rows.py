@@ -10,7 +10,7 @@ from asyncflow.ops.axes import normalize_axes
 from asyncflow.ops.indexing.rows import named_rows
 from asyncflow.ops.layers import nn
 from asyncflow.ops.layers.nn import EMBEDDING
-from asyncflow.ops.rows.axes import all_spread, along_with_size
+from asyncflow.ops.rows.axes import along_with_size
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
 
@@ -19,8 +19,11 @@ row_rule(nn.ONE_HOT)(along_with_size)
 
 @row_rule(nn.LAYER_NORM)
 def _layer_norm(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    axes = tuple(1 + axis for axis in normalize_axes(node.attrs["axis"], inputs[0].rank))
-    return apply(node.op, *rows.aligned(all_spread(rows, inputs)), **{**node.attrs, "axis": axes})
+    x, *affine = inputs
+    axes = tuple(1 + axis for axis in normalize_axes(node.attrs["axis"], x.rank))
+    # Weights that are the same for all rows broadcast as they are: to spread them costs a call a step.
+    values = rows.aligned([LiftedValue(rows.spread(x), has_rows=True), *affine])
+    return apply(node.op, *values, **{**node.attrs, "axis": axes})
 
 
 @row_rule(EMBEDDING)
