@@ -130,6 +130,7 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
         "train": "af.optim",
     },
     "asyncflow.nn": {
+        "BatchNorm2d": "af.nn.batch_norm",
         "BCEWithLogitsLoss": "af.nn.sigmoid_cross_entropy",
         "CrossEntropyLoss": "af.nn.softmax_cross_entropy",
         "Dropout": "af.dropout",
@@ -148,6 +149,9 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
         "binary_cross_entropy_with_logits": "af.nn.sigmoid_cross_entropy",
         "cross_entropy": "af.nn.softmax_cross_entropy",
         "dropout": "af.dropout",
+        "interpolate": "af.nn.resize",
+        "kaiming_normal_": "af.nn.he_normal",
+        "kaiming_uniform_": "af.nn.he_uniform",
         "mse_loss": "af.nn.mean_squared_error",
         "sigmoid_cross_entropy_with_logits": "af.nn.sigmoid_cross_entropy",
         "softmax_cross_entropy_with_logits": "af.nn.softmax_cross_entropy",

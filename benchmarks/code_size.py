@@ -42,15 +42,15 @@ CAPS: Final = {
     "asyncflow/profiler/": 1_161,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
-    "asyncflow/": 1_100,
+    "asyncflow/": 1_104,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
-    "asyncflow/nn/": 1_520,
+    "asyncflow/nn/": 1_700,
     "asyncflow/testing/": 562,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 69_140
+TOTAL: Final = 69_326
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.errors import ShapeError, brief
 from asyncflow.graph.values.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.values import Array
 
@@ -41,3 +45,27 @@ def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype
         return q * np.sign(np.diag(r))
 
     return np.hstack([rotation() for _ in range(blocks)]).astype(as_dtype(dtype))
+
+
+def he_uniform(random: np.random.Generator, shape: Sequence[int], *, dtype: DTypeLike = float32) -> Array:
+    """Draw evenly weights that keep the variance of values through `relu` (He et al. 2015).
+
+    Args:
+        random: where the numbers come from.
+        shape: ``(inputs, outputs)`` of a matrix, or ``(filters, channels, ...)`` of a convolution.
+        dtype: of the result.
+    """
+    limit = (6 / _inputs(shape)) ** 0.5
+    return random.uniform(-limit, limit, tuple(shape)).astype(as_dtype(dtype))
+
+
+def he_normal(random: np.random.Generator, shape: Sequence[int], *, dtype: DTypeLike = float32) -> Array:
+    """Draw weights as `he_uniform` does, from a normal distribution."""
+    return random.normal(0, (2 / _inputs(shape)) ** 0.5, tuple(shape)).astype(as_dtype(dtype))
+
+
+def _inputs(shape: Sequence[int]) -> int:
+    """Return how many inputs each output is a sum of."""
+    if len(shape) < 2:
+        raise ShapeError(f"weights have a shape (inputs, outputs) or (filters, channels, ...); got {brief(shape)}")
+    return max(1, shape[0] if len(shape) == 2 else math.prod(shape[1:]))

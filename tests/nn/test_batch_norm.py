@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.nn.images.batch_norm import BATCH_NORM, _gradient, _normalized, _of_ops, _statistics
 from asyncflow.nn.images.layouts import Layout
+from asyncflow.nn.norms.batch_norm import BATCH_NORM, _gradient, _normalized, _of_ops, _statistics
 from asyncflow.testing import check_op, virtual_clock
 from tests.fake_cupy.stand_in import stand_in
 

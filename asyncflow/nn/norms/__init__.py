@@ -1,0 +1,1 @@
+"""Normalisation of layers and channels."""
