@@ -24,6 +24,8 @@ from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, PinnedBuffer, Pin
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import DeviceLostError, PlacementError
+from asyncflow.graph.values.spec import Spec
+from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
@@ -424,6 +426,25 @@ async def test_views_of_another_streams_memory_are_kept_while_they_are_read(seed
                     computed(device, lambda: cupy.full((64, 64), -1.0))
             cupy.resume()
             assert [await fetched(device, x) for x in sums] == [64.0 * 64 * number for number in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_restored_variable_is_kept_while_another_stream_than_the_first_reads_it(seed: int) -> None:
+    """The copy from the host is in memory of the first stream, whichever stream reads it first."""
+    with FakeCupy(seed=seed) as cupy:
+        async with opened(cupy, compute_streams=2) as device:
+            state, sums = VariableState("w", Spec(np.dtype("float64"), (64, 4))), []
+            for number in range(6):
+                state.restore({"": np.full((64, 4), float(number))})
+                computed(device, lambda: state.read_in(device.xp).sum(), stream=1)
+                await turns()  # so that the work of the first read is done
+                cupy.pause()
+                sums.append(computed(device, lambda: state.read_in(device.xp).sum(), stream=1))
+                state.forget()  # as an assignment would
+                for _ in range(3):
+                    computed(device, lambda: cupy.full((64, 4), -1.0))
+                cupy.resume()
+            assert [await fetched(device, x) for x in sums] == [64.0 * 4 * number for number in range(6)]
 
 
 @pytest.mark.parametrize("seed", range(8))

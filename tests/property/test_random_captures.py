@@ -265,3 +265,95 @@ def test_steps_give_the_same_bits_however_they_reach_the_card(
         except BaseException as error:
             error.add_note(f"seed {seed}, {name}")
             raise
+
+
+# -- steps that are cancelled at any turn ------------------------------------------------------------------------------
+
+
+class Training:
+    """Steps of a session, to be cancelled at any turn.
+
+    Attributes:
+        reads: of each variable, the optimizer's included.
+        turns: of the event loop that the last step took.
+    """
+
+    def __init__(self, program: Program, session: af.Session) -> None:
+        self.program, self.session = program, session
+        self.turns = 40
+        with program.graph:
+            self.reads = [each.read() for each in program.graph.resources if isinstance(each, af.Variable)]
+
+    async def left(self) -> list[bytes]:
+        return [np.asarray(value).tobytes() for value in await self.session.run(self.reads)]
+
+    async def step(self, number: int) -> list[bytes]:
+        """Run a step to its end, and return the results."""
+        running = asyncio.ensure_future(self.session.run(self.program.fetches, self.program.feeds(number)))
+        self.turns = 0
+        while not running.done():
+            self.turns += 1
+            await asyncio.sleep(0)
+        return [np.asarray(value).tobytes() for value in running.result() if value is not None]
+
+    async def cancelled(self, number: int, dice: Random, cupy: Any, states: tuple[list[bytes], list[bytes]]) -> None:
+        """Cancel a step after some turns: each variable is as before or after it, and stays so."""
+        if dice.random() < 0.3:
+            cupy.pause()
+        running = asyncio.ensure_future(self.session.run(self.program.fetches, self.program.feeds(number)))
+        for _ in range(dice.randrange(self.turns + 1)):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.sleep(0)
+        cupy.resume()
+        await asyncio.gather(running, return_exceptions=True)
+        found = await self.left()
+        assert all(value in either for value, *either in zip(found, *states, strict=True))
+        for _ in range(dice.randrange(30)):
+            await asyncio.sleep(0)
+        assert await self.left() == found
+
+
+async def cancel_steps(seed: int, name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel steps at any turn, restore the variables, and compare the next steps with a session that never cancels."""
+    dice, program = Random(seed), Program(Random(seed))
+    slice_launches = dice.choice((1, 2, 8))
+    monkeypatch.setattr(cuda_graph, "slice_budget", lambda launches, _: max(1, slice_launches // max(launches, 1)))
+    expected: list[tuple[list[bytes], list[bytes], list[bytes]]] = []
+    for graphs in (False, True):
+        with stand_in(devices=1, nbytes=64 << 20, seed=dice.randrange(1000)) as cupy:
+            async with af.Session(program.graph, ["cuda:0"], **{**WAYS[name], "cuda_graphs": graphs}) as session:
+                (card,) = session.devices
+                assert isinstance(card, CudaDevice)
+                card.make_capturable()
+                training = Training(program, session)
+                for number in range(STEPS):
+                    if graphs:
+                        await session.save(path)
+                        for _ in range(dice.randrange(3)):
+                            before, _, after = expected[number]
+                            await training.cancelled(number, dice, cupy, (before, after))
+                            await session.restore(path)
+                    found = await training.left(), await training.step(number), await training.left()
+                    if graphs:
+                        assert found == expected[number], number
+                    expected.append(found)
+            cupy.wait_idle()
+            assert not cupy.engine.lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "streams"])
+def test_steps_that_are_cancelled_leave_nothing_behind(
+    name: str, pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "WARM_UPS", 1)
+    monkeypatch.setattr(cuda_graph, "CALM", 0)
+    monkeypatch.setattr(assign_streams, "_LIGHT_NS", 0.0)
+    first = crc32(f"{pytestconfig.getoption('turn')} cancelled {name}".encode()) % 10_000
+    for seed in range(first, first + SEEDS):
+        try:
+            asyncio.run(cancel_steps(seed, name, tmp_path / f"{seed}", monkeypatch))
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {name}")
+            raise

@@ -60,9 +60,9 @@ class CudaHolder:
     def use(self, handle: CudaArray) -> CupyArray:
         """The array, which work given to the stream that is active finds written."""
         stream = active.stream or self._device.compute
-        if handle.stream is not stream:
-            handle.order(stream)
-            self._device.hold(stream, handle.array)
+        handle.order(stream)
+        # A copy from the host is in memory of the first stream, also if this stream was the first to wait for it.
+        self._device.hold(stream, handle.array)
         return handle.array
 
     def receive(self, handle: CudaArray, source: CudaHolder) -> CudaArray:
