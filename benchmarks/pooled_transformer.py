@@ -9,7 +9,7 @@ attention reads as far as the longest of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -384,12 +384,17 @@ def _streaming_trial(
     return trial
 
 
+async def _last(words: AsyncIterator[Array]) -> None:
+    """Take all words."""
+    async for _ in words:
+        pass
+
+
 def _gaps_trial(
     session: af.Session, decoded: Decoded, fed: list[af.Tensor], clients: int, late: int, room: int
 ) -> Trial:
-    """Half of the clients stream long answers, while short requests with prompts of 50 words arrive every 20 ms."""
+    """Half of the clients stream long answers, while short ones with prompts of 50 words arrive every 20 ms."""
     random = np.random.default_rng(3)
-    run = session.prepare(decoded.words, fed)
 
     async def trial() -> Sample:
         gaps, has_ended = list[float](), asyncio.Event()
@@ -410,7 +415,8 @@ def _gaps_trial(
         async def arrivals() -> None:
             asked = []
             for k in range(late):
-                asked.append(asyncio.ensure_future(run(random.integers(0, WORDS, 50), 8, k)))
+                feeds = dict(zip(fed, (random.integers(0, WORDS, 50), 8, k), strict=True))
+                asked.append(asyncio.ensure_future(_last(session.stream(decoded.word, feeds))))
                 await asyncio.sleep(0.02)
             await asyncio.gather(*asked)
             has_ended.set()

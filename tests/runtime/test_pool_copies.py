@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class Copied:
 
         def counted(xp: Any, x: Array, index: Any, own: Array | OwnBuffer | None) -> Array:
             found = writable(xp, x, index, own)
-            if x.nbytes >= CACHE and x.ndim == 4:
+            if x.nbytes >= CACHE:
                 self.to_change += 0 if found is x else x.nbytes
             return found
 
@@ -88,3 +89,62 @@ async def test_no_step_copies_a_cache(clients: int, is_streamed: bool, monkeypat
     assert copied.to_change == 0
     assert copied.back <= copied.steps * clients * CACHE / 4, "states and positions alone"
     assert clients == 1 or copied.steps > 3
+
+
+async def test_rows_let_go_of_their_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs have the values of rows; initial values beside them would take the memory of the caches twice."""
+    began: list[weakref.ref[Array]] = []
+    add = RowGroup.add
+
+    def noted(group: RowGroup[Any], activation: Any, values: Sequence[Array]) -> None:
+        add(group, activation, values)
+        began.extend(weakref.ref(x) for x in values if getattr(x, "nbytes", 0) >= 1 << 16)
+
+    monkeypatch.setattr(RowGroup, "add", noted)
+    numbers: list[af.Tensor] = []
+
+    def step(at: af.Tensor, cache: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        numbers.append(at + 0)
+        return at + 1, af.index_update(cache, at, 1.0)
+
+    with af.Graph() as graph:
+        n = af.placeholder("int64", ())
+        cache = af.index_update(af.zeros((1 << 14,), dtype="float32"), 0, af.astype(n, "float32"))
+        af.while_loop(lambda at, _: at < n, step, (0, cache), pool=af.Pool(4))
+    kept: list[int] = []
+    async with af.Session(graph) as session:
+
+        async def ask() -> None:
+            kept.extend(
+                [sum(each() is not None for each in began) async for x in session.stream(numbers[0], {n: 9}) if x == 5]
+            )
+
+        await asyncio.gather(*(ask() for _ in range(3)))
+    assert len(began) >= 3
+    assert kept == [0, 0, 0]
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_steps_leave_shared_values_alone(clients: int) -> None:
+    """A loop begins with the cache that another has made, and both are fetched, as is the cache before them."""
+
+    def filled(cache: af.Tensor, begin: af.Tensor, pool: af.Pool | None) -> af.Tensor:
+        def step(at: af.Tensor, cache: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            return at + 1, af.index_update(cache, at, af.sum(cache) + 1)
+
+        end = begin + 4
+        found: af.Tensor = af.while_loop(lambda at, _: at < end, step, (begin, cache), pool=pool)[1]
+        return found
+
+    with af.Graph() as graph:
+        n = af.placeholder("int64", ())
+        fetches = []
+        for pool in (af.Pool(2), None):
+            before = af.full((16,), 1.0) + af.astype(n, "float64")
+            first = filled(before, n, pool)
+            fetches.append([before, first, filled(first, n + 2, pool), filled(first, n, pool)])
+    async with af.Session(graph) as session:
+        for _ in range(3):
+            found = await asyncio.gather(*(session.run(fetches, {n: k}) for k in range(clients)))
+            for mine, its in found:
+                np.testing.assert_array_equal(mine, its)

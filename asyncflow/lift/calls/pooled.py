@@ -8,7 +8,7 @@ costs as much as the loop by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from asyncflow.control.stores import tensor_array
 from asyncflow.control.stores.row_store import SLICE
@@ -41,7 +41,7 @@ from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.arrays.manipulation import concat, expand_dims
 from asyncflow.ops.arrays.shape import shape
-from asyncflow.ops.indexing.indexing import take
+from asyncflow.ops.indexing.indexing import INDEX_ADD, INDEX_UPDATE, take
 from asyncflow.ops.reductions.utility import all as all_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.searching.searching import where
@@ -68,7 +68,7 @@ class SharedLoop(SharedCode):
         pool: the options: how many activations are stepped together, and when.
         ahead: number of steps whose items may wait to be taken.
         bodies: predicate and body, as they were built.
-        n_vars: how many of its inputs are loop variables; the others are captures.
+        changed: places of variables with some elements changed by each step, such as caches.
         has_rows: of each input, whether each activation has one of its own.
         specs: specs of the loop variables of one activation.
         is_repeatable: True if computing a step again does no harm.
@@ -98,7 +98,7 @@ class SharedLoop(SharedCode):
         self.pool = pool
         self.ahead = ahead
         self.specs = tuple(x.spec for x in body.inputs[: len(body.results)])
-        self.n_vars = len(self.specs)
+        self.changed = _changed(body)
         self.has_rows = tuple(kept.values())
         nodes = [node for part in (condition, body) for node in part.walk()]
         entering = {x: y for part in (condition, body) for x, y in zip(part.inputs, initial, strict=False)}
@@ -118,6 +118,11 @@ class SharedLoop(SharedCode):
 
     def __repr__(self) -> str:
         return f"<pooled loop {self.label}, at most {self.pool.capacity}>"
+
+    @property
+    def n_vars(self) -> int:
+        """Return the number of loop variables among the inputs; the others are captures."""
+        return len(self.specs)
 
     def programs(self) -> tuple[BodyProgram, ...]:
         """See the class."""
@@ -158,9 +163,7 @@ class SharedLoop(SharedCode):
         return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
     def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
-        """Return a program as `steps`, which also gives these values of the body, before the flags: of its last step,
-        so that it is told to make one.
-        """
+        """Return the program `steps` with these values of the body in front of the flags, for one step at a time."""
         program = self._emitting.get(streamed)
         if program is None:
             program = self._emitting[streamed] = self._stepping(is_one=False, streamed=streamed)
@@ -203,8 +206,8 @@ class SharedLoop(SharedCode):
         feeds = tuple(value.tensor for value in given.values())
         return given, feeds, shape(feeds[0])[0]
 
-    def _given(self, *, is_one: bool = False, is_lent: bool = False) -> dict[int, LiftedValue]:
-        """Return placeholders for the inputs, by place; `is_lent` lets the variables lie in slabs that may be
+    def _given(self, *, is_one: bool = False, lent: Container[int] = ()) -> dict[int, LiftedValue]:
+        """Return placeholders for the inputs, by place; the values of `lent` places are the pool's own, and may be
         written to.
         """
         given = {}
@@ -212,7 +215,7 @@ class SharedLoop(SharedCode):
             x = self._body.inputs[place]
             is_many = has_rows and not is_one
             spec = Spec(x.dtype, (None, *(x.shape or ())) if is_many else x.shape)
-            (value,) = apply(PLACEHOLDER, spec=spec, is_lent=is_lent and place < self.n_vars)
+            (value,) = apply(PLACEHOLDER, spec=spec, is_lent=place in lent)
             given[place] = LiftedValue(value, is_many)
         return given
 
@@ -228,7 +231,7 @@ class SharedLoop(SharedCode):
 
     def _stepping(self, *, is_one: bool, streamed: tuple[Tensor, ...] = ()) -> BodyProgram:
         with Graph() as graph:
-            given = self._given(is_one=is_one, is_lent=not is_one)
+            given = self._given(is_one=is_one, lent=self.changed if is_one else range(self.n_vars))
             inputs = tuple(value.tensor for value in given.values())
             most = placeholder("int64", ())
             count = None if is_one else shape(inputs[0])[0]
@@ -285,6 +288,17 @@ class SharedLoop(SharedCode):
 
 _WHOLE = frozenset((tensor_array.STACK, tensor_array.CONCAT))
 _TAKING = _WHOLE | {tensor_array.READ, tensor_array.GATHER}
+
+
+def _changed(body: Subgraph) -> tuple[int, ...]:
+    found = []
+    for place, (value, result) in enumerate(zip(body.inputs, body.results, strict=False)):
+        x = result
+        while x.node.op in (INDEX_UPDATE, INDEX_ADD):
+            x = x.node.inputs[0]
+        if x is value and x is not result and x.shape != ():
+            found.append(place)
+    return tuple(found)
 
 
 def _reads_once(node: Node, entering: Mapping[Tensor, Tensor]) -> bool:

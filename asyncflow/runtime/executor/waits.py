@@ -11,6 +11,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from asyncflow.errors import QueueClosedError
 from asyncflow.state.waiting.awaiting import wake_on
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine, ToldPlace
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
+_SMALL = 1 << 14
+"""Bytes of an array that a waiting firing may keep though it is not needed any more."""
+
+
 class _Waiting(NamedTuple):
     """A firing that waits, since `started_ns`."""
 
@@ -31,6 +37,13 @@ class _Waiting(NamedTuple):
     iteration: Iteration
     inputs: Sequence[Value]
     started_ns: int
+
+
+def _described(value: Value) -> Value:
+    """Return the value, or in place of a large array one element with its shape and dtype: errors tell no more."""
+    if isinstance(value, np.ndarray) and value.nbytes > _SMALL:
+        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    return value
 
 
 class Waits:
@@ -52,6 +65,8 @@ class Waits:
     def add(self, place: PlaceInLine, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Lets a firing wait."""
         executor = self._executor
+        if place.has_inputs:
+            inputs = [_described(x) for x in inputs]
         self._places[place] = _Waiting(node, iteration, inputs, executor.run.turn.clock())
         executor.in_flight += 1
         self.in_line += not isinstance(place, ToldPlace)

@@ -158,6 +158,8 @@ class PooledActivation(SharedMember):
         others: see `Activation`.
     """
 
+    has_inputs = True
+
     __slots__ = (
         *("inputs", "is_checked", "number", "since"),
         *("is_parked", "streamed", "untaken"),
@@ -302,7 +304,8 @@ class LoopPool(SharedWork):
             elif self._has_streams:
                 await self._step_emitting(group)
             else:
-                steps = code.one if len(group.rows) == 1 else None
+                # A step of one row without a row axis takes less time, but would copy what it changes.
+                steps = code.one if len(group.rows) == 1 and not self.shared.changed else None
                 await self._step(steps or code.many, group)
         # Who has left may be about to join again.
         self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
@@ -397,8 +400,11 @@ class LoopPool(SharedWork):
     async def _step_alone(self, steps: _Steps, activation: PooledActivation) -> None:
         """Steps the only one, often or, where that takes too long for the event loop, or fails, once."""
         rows, values = self.rows, list(activation.inputs)
-        has_rows = self.shared.has_rows
+        has_rows, changed = self.shared.has_rows, self.shared.changed
         size = sum([getattr(value, "size", 1) for value, own in zip(values, has_rows, strict=True) if own])
+        for place in changed:
+            if values[place] is not rows.alone_owns.get(place):  # others may have it, and steps write to it
+                values[place] = values[place].copy()
         try:
             found = await self._at_once(steps, values, size, 4 ** (self._calm + 2))
             *following, goes_on, made = await steps.run(values, size, np.array(1)) if found is None else found
@@ -408,6 +414,7 @@ class LoopPool(SharedWork):
             return
         self.count(1, int(made))
         rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
+        rows.alone_owns = {place: values[place] for place in changed if following[place] is values[place]}
         if not goes_on:
             self.tell(activation, following)
 

@@ -31,6 +31,7 @@ class PlaceInLine:
         is_called_outside: True if code outside of firings calls it, so that a firing may go on there and then.
         works: something may have to be done first that takes too long for an event loop; see `do_beside`.
         is_asked_later: True if `is_called` may be read before `when_called`.
+        has_inputs: True if the place itself has the inputs of its firing, as long as they are needed.
         early: the outcome of a claim that was made ahead, a result and an error; None without one.
         is_given_up: returns True if the run that waits there has been cancelled, and only has not left yet.
     """
@@ -38,6 +39,7 @@ class PlaceInLine:
     is_called_outside = False
     works = False
     is_asked_later = True
+    has_inputs = False
 
     __slots__ = ("early", "finish", "is_called", "is_given_up", "state", "wake", "what")
 

@@ -45,11 +45,15 @@ _FIRST_ROWS = 4
 """Rows for which the slabs of a new group have room; each time that they are full, the room doubles."""
 
 
+_IN_SLABS = np.empty(0)
+"""Stands for a value of an activation that is in the slabs of its group."""
+
+
 class Activation(Protocol):
     """An activation of the loop.
 
     Attributes:
-        inputs: values of its variables, and captured values; while it has no row.
+        inputs: values of its variables, and captured values; while it has a row, captured values alone.
         number: of its arrival, the last time that it joined.
         priority: activations with a lower number get rows first.
         due_s: of one priority, activations with a lower number get rows first.
@@ -136,6 +140,8 @@ class RowGroup(Generic[A]):
             slab[row] = values[place]
         if self._owners is not None:
             self._owners[row] = activation.number
+        # Its slabs have them now: to keep them too would take twice the memory of its caches.
+        activation.inputs = self.with_rows(activation, [_IN_SLABS] * len(self._own))
         self.rows.append(activation)
 
     def remove(self, row: int) -> A:
@@ -230,6 +236,8 @@ class PoolRows(Generic[A]):
         """Type of the groups, by the place of their rows."""
         self.alone: A | None = None
         """The activation that was singled out."""
+        self.alone_owns: dict[int, Array] = {}
+        """Its variables that nothing else refers to, so that steps may write to them, by place."""
         self.line: PriorityLine[float, A] = PriorityLine()  # type arguments cost as much as the rest
         """By priority, the activation that is due first in front."""
         self._arrivals = 0
@@ -271,7 +279,7 @@ class PoolRows(Generic[A]):
             # `since` counted from the steps that it had made: now it counts those that the pool made without it.
             if not (activation := self.line.pop()).is_gone:
                 activation.since += self.steps
-                self.alone = activation
+                self.alone, self.alone_owns = activation, {}
         return None if self.line.by_priority else self.alone
 
     def has_returned(self) -> bool:
@@ -287,7 +295,7 @@ class PoolRows(Generic[A]):
         fresh: dict[Hashable, list[A]] = {}
         if self.alone is not None:
             self._seat(self.alone, fresh)
-            self.alone = None
+            self.alone, self.alone_owns = None, {}
         # Counted after the lone activation is seated: it is a row, and takes no other's room.
         full = self._capacity if most is None else min(self._capacity, self.live + most)
         while self.line.by_priority and self.live < full:
