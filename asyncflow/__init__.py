@@ -289,6 +289,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.user.step_policy import StepPolicy as StepPolicy
     from asyncflow.ops.user.step_policy import WaitingMember as WaitingMember
     from asyncflow.ops.user.step_policy import WaitUntil as WaitUntil
+    from asyncflow.parameters import summary as summary
     from asyncflow.runtime.calls.calls import Prepared as Prepared
     from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics as LimitStatistics
     from asyncflow.runtime.gates.admission import SessionLoad as SessionLoad
@@ -417,6 +418,7 @@ _HOMES = {
     "ops.user.custom": "op",
     "ops.user.from_torch": "from_torch",
     "ops.user.step_policy": "NextStep StepPolicy WaitUntil WaitingMember",
+    "parameters": "summary",
     "runtime.calls.calls": "Prepared",
     "runtime.executor.kernels.limited_calls": "LimitStatistics",
     "runtime.gates.admission": "SessionLoad",

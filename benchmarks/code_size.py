@@ -38,11 +38,11 @@ CAPS: Final = {
     "asyncflow/control/": 2_040,
     "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
-    "asyncflow/cli/": 1_284,
+    "asyncflow/cli/": 1_331,
     "asyncflow/profiler/": 1_161,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
-    "asyncflow/": 1_104,
+    "asyncflow/": 1_176,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 1_700,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 69_326
+TOTAL: Final = 69_447
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

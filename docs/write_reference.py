@@ -28,6 +28,7 @@ ROOMS: Final = {
     "streams": "Running",
     "errors": "Errors",
     "graph": "Graphs",
+    "parameters": "Graphs",
     "control": "Control flow",
     "lift": "Control flow",
     "state": "Variables, tables and queues",

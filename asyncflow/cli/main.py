@@ -16,6 +16,7 @@ from asyncflow.cli.check import check
 from asyncflow.cli.checkpoint import ACTIONS, checkpoint
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.explain import explain
+from asyncflow.cli.parameters import parameters
 from asyncflow.cli.profile import profile
 from asyncflow.cli.replay import replay
 from asyncflow.cli.simulate import simulate
@@ -37,12 +38,14 @@ USAGE_ERROR = 2
 _WITH_VALUE = {
     "check": ("--runs",),
     "explain": ("--after",),
+    "parameters": ("--extent",),
     "profile": ("-o", "--output", "--top", "--color-by", "--detail"),
     "simulate": ("-o", "--output", "--devices", "--seed", "--jitter", "--iterations", "--host", "--launches"),
 }
 _FLAGS = {
     "check": ("-h", "--help"),
     "explain": ("-h", "--help", "--passes"),
+    "parameters": ("-h", "--help"),
     "profile": ("-h", "--help"),
     "simulate": ("-h", "--help", "--shapes-only"),
 }
@@ -84,6 +87,12 @@ of one session, and Session(without=["fold"]) leaves the pass out.
 
 passes, in order:
 {indent(fill(", ".join(each.name for each in PASSES), 100), "  ")}
+"""
+
+_PARAMETERS_EXAMPLES = """\
+examples:
+  asyncflow parameters train.py:graph                     the variables of a graph, which is not run
+  asyncflow parameters train.py:main --extent 64          of each graph that a program runs, for batches of 64
 """
 
 _PROFILE_EXAMPLES = """\
@@ -181,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(add)
     _add_checkpoint(add)
     _add_explain(add)
+    _add_parameters(add)
     _add_profile(add)
     _add_replay(add)
     _add_simulate(add)
@@ -259,6 +269,26 @@ def _add_explain(add: _AddCommand) -> None:
         action="append",
         default=[],
         help="print what this pass changes, in place of the plans; may be given several times",
+    )
+
+
+def _add_parameters(add: _AddCommand) -> None:
+    shown = add(
+        "parameters",
+        help="list the variables of a graph, or of a program's graphs, and their memory",
+        description="Lists variables by scope, with shapes, elements and bytes, and the memory of activations: the "
+        "values that gradients need.",
+        usage="asyncflow parameters [-h] target [--extent N] [arguments of the program ...]",
+        epilog=_PARAMETERS_EXAMPLES,
+    )
+    shown.set_defaults(do=lambda options, rest: parameters(options.target, rest, extent=options.extent))
+    shown.add_argument("target", help="file.py:graph or package.module:graph, or what to run, as of profile")
+    shown.add_argument(
+        "--extent",
+        metavar="N",
+        type=_extent,
+        default=1,
+        help="stands for extents that are not known before a run, such as a batch's (default: %(default)s)",
     )
 
 
@@ -417,6 +447,12 @@ def _no_devices(program_arguments: Sequence[str]) -> str:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes: a whole number, 0 or more")
+    return int(text)
+
+
+def _extent(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an extent: a whole number, 0 or more")
     return int(text)
 
 

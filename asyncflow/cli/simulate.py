@@ -13,10 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncflow.cli.host_share import format_host, host_share
 from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
-from asyncflow.cli.progress import shown_progress
+from asyncflow.cli.simulation.host_share import format_host, host_share
+from asyncflow.cli.simulation.progress import shown_progress
 from asyncflow.cli.target import Target
 from asyncflow.devices.figures.presets import Card, MachineSpec, format_machine
 from asyncflow.devices.memory import format_bytes

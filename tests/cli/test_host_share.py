@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.cli.host_share import HostShare, format_host, host_share
+from asyncflow.cli.simulation.host_share import HostShare, format_host, host_share
 from asyncflow.profiler import summarize
 from asyncflow.testing import virtual_clock
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from asyncflow.cli import progress
 from asyncflow.cli.main import main
-from asyncflow.cli.progress import ProgramProgress, shown_progress
+from asyncflow.cli.simulation import progress
+from asyncflow.cli.simulation.progress import ProgramProgress, shown_progress
 from asyncflow.runtime.watch.trace import RunSpan, Trace
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -149,7 +149,7 @@ def test_standard_output_stays_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """However often the progress is shown."""
-    monkeypatch.setattr("asyncflow.cli.progress.LINE_S", 0.0)
+    monkeypatch.setattr("asyncflow.cli.simulation.progress.LINE_S", 0.0)
     program = tmp_path / "program.py"
     program.write_text(
         "import asyncflow as af\n"
