@@ -11,7 +11,7 @@ from asyncflow.graph.values import nest
 from asyncflow.values import Nest
 
 STOP_GRADIENT = register(replace(IDENTITY, name="stop_gradient", traits=KERNELS))
-not_differentiable(STOP_GRADIENT, because="that is what it is for")
+not_differentiable(STOP_GRADIENT, because="stopping gradients is its purpose")
 
 
 def stop_gradient(x: Nest) -> Nest:

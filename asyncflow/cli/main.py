@@ -103,7 +103,7 @@ examples:
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
 Runs are recorded as they are: loops, and the code between them, as a whole. With --detail node every node shows; runs
-are then interpreted, which takes some microseconds a node more, so that its times are not those of other runs.
+are then interpreted, which takes some microseconds a node more, so their times differ from other runs.
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline; .png and .svg need matplotlib.
 """
 
@@ -437,7 +437,7 @@ def _no_devices(program_arguments: Sequence[str]) -> str:
     if "--devices" in names:
         return (
             f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "
-            "put the options of simulate before those of the program"
+            "put the options of simulate before the options of the program"
         )
     close = get_close_matches("--devices", names, cutoff=0.8)
     meant = f"; {close[0]} goes to the program, did you mean --devices?" if close else ""

@@ -432,7 +432,7 @@ class Plan:
             total = sum({block: size for _, held in made for block, size in held.items()}.values())
             if made:
                 what = f"{counted(len(made), 'CUDA graph')} on {partition.device}"
-                lines.append(f"{what}: {total:,} bytes in all, as graphs share what they need only while they run")
+                lines.append(f"{what}: {total:,} bytes in all, as graphs share temporary memory")
                 lines += [f"  {name}: {sum(held.values()):,} bytes" for name, held in made]
         return lines
 

@@ -130,7 +130,7 @@ def _load(offered: EntryPoint) -> None:
         if getattr(kind, "name", offered.name) != offered.name:
             raise ValueError(f"it is named {kind.name!r}")
         register_kind(kind)
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # other packages' code may raise anything
         raise PlacementError(
             f"the kind of device {offered.name!r}, which the entry point {offered.value!r} offers, cannot be used: "
             f"{type(error).__name__}: {error}"

@@ -102,7 +102,7 @@ class MemoryLimitExceeded(Exception):
         self.limit = limit
         self.top = top
         largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
-        # Neither fewer iterations nor a place for saved values help what is too large by itself.
+        # A buffer larger than the limit is helped by neither fewer iterations nor a place for saved values.
         super().__init__(self._message(largest) + (f"; {advice}" if advice and requested <= limit else ""))
 
     def __copy__(self) -> MemoryLimitExceeded:
@@ -113,7 +113,7 @@ class MemoryLimitExceeded(Exception):
 
     def _message(self, largest: str) -> str:
         held, most = format_bytes(self.used), format_bytes(self.limit)
-        if held == most:  # rounded alike, as 4.0 MiB over a limit of 4.0 MiB would be
+        if held == most:  # equal when rounded, such as 4.0 MiB over a limit of 4.0 MiB
             held, most = f"{self.used} bytes", f"{self.limit} bytes"
         return (
             f"{self.device} holds {held}, over its limit of {most}, after a value of "
@@ -215,7 +215,7 @@ class MemoryAccount:
         self._limit = None if limit is None else positive_count(limit, f"the memory limit of {device_name} in bytes")
         self._live: dict[int, Watch] = {}
         self._freed: deque[Watch] = deque()
-        self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
+        self._lock = threading.RLock()  # reentrant: settling may run finalizers that take it
         self.at_most = 0
         self._peak = self._lap = self.total = self.fed = 0
         self._lent: set[int] = set()
@@ -279,19 +279,19 @@ class MemoryAccount:
         Raises:
             MemoryLimitExceeded: the device now holds more than its limit; the buffer stays counted while it lives.
         """
-        # Each firing comes here: two checks, and gone. A view may show more bytes than there are (broadcasting) or
-        # fewer (a slice); a small slice is let go, as what it looks into was tracked when it was made.
+        # Called for each firing, so the usual exit takes two checks. A view may show more bytes than its buffer has
+        # (broadcasting) or fewer (a slice). Small slices are ignored: their buffers were tracked when they were made.
         if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES:
             likely = value if value.base is None else value.base
             watch = self._live.get(id(likely))
-            if watch is not None and watch() is likely:  # most often, and without the lock
+            if watch is not None and watch() is likely:  # the usual case, without the lock
                 return
             owner = value if value.base is None else owner_of(value)
             nbytes = owner.nbytes
             if nbytes >= TRACKED_BYTES:
                 used = self._watch(owner, nbytes, label)
                 if self._limit is not None and used > self._limit:
-                    del value, likely, owner  # the traceback keeps this frame, and must not keep the buffer
+                    del value, likely, owner  # a traceback keeps this frame, which must not keep the buffer
                     self._check(nbytes)
         elif self._limit is not None:
             held: Held | None = getattr(value, "held", None)
@@ -371,9 +371,8 @@ class MemoryAccount:
             self.at_most += nbytes
             self.total += nbytes
             self._lap = max(self._lap, self.at_most)
-        # What was fed counts once a store holds it.
-        # Large arrays count by themselves, so that two stores which share one, or a run that still uses it, count it
-        # once; `_small_nbytes` leaves them out.
+        # A feed counts once a store holds it. Large arrays count by themselves (`_small_nbytes` excludes them), so that
+        # two stores, or a store and a run, count a shared array once.
         buffers = [owner_of(value) for value in fresh if isinstance(value, np.ndarray)]
         for buffer in (*held.buffers(), *buffers):
             if buffer.nbytes >= TRACKED_BYTES and self._watch(buffer, buffer.nbytes, label):
@@ -494,7 +493,7 @@ class ChargedAccount(MemoryAccount):
                 requests.allocations = charge = requests.allocations + 1
                 self._charges[charge] = nbytes, label
                 return charge
-        if not is_again and self.make_room(nbytes):  # outside of the lock: it frees memory, on whose account it asks
+        if not is_again and self.make_room(nbytes):  # outside the lock: it frees memory, which calls this account
             return self.charge(nbytes, label, is_again=True)
         raise self.refusal(nbytes, label, limit)
 
@@ -547,7 +546,7 @@ def _small_nbytes(value: object) -> int:
     if isinstance(value, np.generic):
         return getsizeof(value)
     if not isinstance(value, np.ndarray):
-        return 0  # another store, which counts by itself
+        return 0  # a nested store, which counts by itself
     owner = owner_of(value)
     if owner.nbytes >= TRACKED_BYTES:
         return 0

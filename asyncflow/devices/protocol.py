@@ -66,8 +66,7 @@ class CodeInfo:
     host_outputs: Collection[int] = ()
 
 
-# One object each for all kernels that say nothing: a program binds thousands,
-# and the defaults of frozen data are shared.
+# Shared by all kernels with defaults: a program binds thousands of kernels, and the objects are frozen.
 _PLAIN: Final = Conduct()
 _NO_CODE: Final = CodeInfo()
 
@@ -239,7 +238,7 @@ class Capabilities:
 # Covariant, so that a device with streams of its own kind is a `Device`: callers only read streams.
 AnyStream = TypeVar("AnyStream", bound=Stream, covariant=True)
 
-_NOTHING = nullcontext()  # one for all: it has no state, and each turn of an executor asks for a context
+_NOTHING = nullcontext()  # shared, as it has no state: each turn of an executor enters a context
 
 
 class LogicalDevice(ABC, Generic[AnyStream]):
@@ -275,7 +274,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
     xp: ModuleType = np
     memory: MemoryAccount
     threads: int = 1
-    handover_ns: float = 50_000.0  # two turns of the event loop, and the waking of a thread
+    handover_ns: float = 50_000.0  # two turns of the event loop and waking a thread
     compute: AnyStream
     h2d: AnyStream
     d2h: AnyStream
@@ -295,7 +294,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         self.kind = kind
         self.name = f"{kind}:{index}"
         self.capabilities = capabilities
-        # A subclass makes them: streams of a card need its context and pool, which open after this.
+        # Filled by subclasses: streams of a card need its context and pool, which open later.
         self.compute_streams: tuple[AnyStream, ...] = ()
         self._count = positive_count(compute_streams, "the number of compute streams")
         self._streams: Mapping[str, AnyStream] = {}
@@ -338,8 +337,8 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         Cancellation: the streams stay stopped, and still end after the work they have.
         """
         for stream in self.streams:
-            stream.stop()  # before anything is awaited: from here on a cancel leaves no stream open
-        # All at once: their work may wait for one another, and the grace is that of the device.
+            stream.stop()  # before the first await: a cancellation then leaves no stream open
+        # All at once: their work may wait for one another, and the grace period holds for the device.
         return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self.streams)))
 
     def describe(self) -> str:
@@ -385,7 +384,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
 
     charge: Callable[[Any, int], None] | None = None
     copy_state_out: Callable[[int, str, Deliver], None] | None = None
-    handover_ns = 5_000.0  # streams wait for events by themselves
+    handover_ns = 5_000.0  # streams wait for events without the host
     host_times = NO_TIMES
     _spans: Spans | None = None
 
@@ -417,7 +416,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         arrays.
         """
 
-    # Not abstract, as are the two below: a device without the capability needs no code for it.
+    # Not abstract, nor are the next two: a device without the capability needs no code for them.
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
 
@@ -459,8 +458,8 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         done, whatever becomes of the run. Errors are delivered, not raised: the caller is the sender.
         """
         if not isinstance(value, DeviceValue):
-            # The host keeps what it has made for itself, such as the shape of an array. An array of a source that
-            # computes in the host's memory is data, and is copied in as a feed is.
+            # Values made for the host, such as a shape, stay there. An array of a source that computes in the host's
+            # memory is data, and is copied in like a feed.
             stays = source.capabilities.own_memory or is_shape(value)
             deliver(value, None) if stays else self.feed(value, deliver)
             return
@@ -499,7 +498,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         Without this a loop could be launched to its end before anything has happened, or for ever.
         """
 
-    # Runs take marks before they end, and ask later: by then other runs may have launched more.
+    # Runs take marks before they end and check them later, when other runs may have launched more work.
     @abstractmethod
     def mark(self) -> Mark:
         """The point up to which work is launched now, for `when_done`."""
@@ -523,9 +522,9 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
 
         What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
-        # A plain attribute will do: all launches are on the thread of one event loop, and none waits.
+        # A plain attribute is enough: all launches are on one event loop's thread, and none waits.
         before, self._spans = self._spans, spans
-        if before is not spans:  # two of a kind are the rule: runs without a trace record into None
+        if before is not spans:  # usually equal: runs without a trace record into None
             now = replace(self.memory.requests)
             if isinstance(before, RequestingSpans):
                 before.requests.add(now.since(before.began))
@@ -552,7 +551,7 @@ AsynchronousDevice: TypeAlias = LaunchingDevice[Stream]
 
 def recording(device: AsynchronousDevice, spans: Spans | None) -> AbstractContextManager[object]:
     """Record work launched inside the block, and no other, in `spans`; see `AsynchronousDevice.record_into`."""
-    if spans is None and device._spans is None:  # of each run without a trace
+    if spans is None and device._spans is None:  # the usual case: a run without a trace
         return _NOTHING
     return _recording(device, spans)
 

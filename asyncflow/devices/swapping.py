@@ -78,7 +78,7 @@ class Swapping(Mover):
         self.is_at_rest = True
         # By identity, and weak: a store that is dropped takes its values with it, and there is nothing to move.
         self._resting: dict[int, weakref.ref[RestingLog]] = {}
-        # By run, once the device is lost: saved values that are gone with it, and those that were away.
+        # By run, once the device is lost: saved values lost with it, and saved values that were away.
         self._gone: tuple[_Values, _Values] = (defaultdict(Counter), defaultdict(Counter))
 
     @property

@@ -132,13 +132,13 @@ class ToldAccount(MemoryAccount):
             for store in others:
                 if hasattr(store, "held"):
                     watch = self._watch_of(store.held)
-                    if not watch.nbytes:  # what it has grown out of was there beside it
+                    if not watch.nbytes:  # the buffer that it has outgrown was held as well
                         ahead = max(ahead, store.held.grown_from)
                     more += watch.update(self._looked_at(store.held, watch, holding.others(), may_look=may_look))
-                elif not hasattr(store, "counts"):  # else it tracks its arrays
+                elif not hasattr(store, "counts"):  # a store with `counts` tracks its arrays itself
                     nbytes += getattr(store, "nbytes", 0)
             more += self._watch_of(holding).update(nbytes)
-            # No call while `at_most` is read and written: a finalizer that runs then may settle what has been freed.
+            # No call between reading and writing `at_most`: a finalizer could run there, and settle freed buffers.
             self.at_most += more
             if self.at_most + ahead > self._lap:
                 self._lap = self.at_most + ahead
@@ -166,7 +166,7 @@ class ToldAccount(MemoryAccount):
 
     def _is_peak(self, nbytes: int) -> bool:
         """Return True if `nbytes` more bytes make a new peak."""
-        if self.at_most + nbytes <= self._lap:  # also with what has been freed and still counts
+        if self.at_most + nbytes <= self._lap:  # even though `at_most` still counts freed buffers
             return False
         with self._lock:
             self._settle()

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 class Fact(enum.Enum):
     """A difference between an op and a pure op, whose outputs depend on its inputs and attributes alone."""
 
-    JOINS = "firings are computed together with those of other runs"
+    JOINS = "firings are computed together with firings of other runs"
     WAITS = "firings wait for something else to happen"
     AWAITS = "firings await a function of the user's"
     CALLS = "it calls code of the user's that is not declared pure"

@@ -31,7 +31,7 @@ class Memory(enum.Enum):
     NEW = "results are in memory of their own, and no input is kept, so that its buffer may be written again"
     VIEW = "results may look into the memory of the first input, and nothing else of the inputs is kept"
     WHOLE_VIEW = "the result is another name for all of the first input's memory"
-    METADATA = "it looks at what is known of the inputs without their data"
+    METADATA = "it reads facts about its inputs that are known without their data"
     STORE = "it reads a store of values, and leaves it as it is"
     ANY = "inputs may be kept, and results may be in their memory"
 

@@ -193,7 +193,7 @@ def _check_cond(node: CondNode) -> None:
         raise _fault(node, "its first input must be the predicate; it has no inputs")
     _check_predicate(node, node.inputs[0], "its predicate")
     for branch in (_body(node, name) for name in node.body_names):
-        _check_specs(node, node.inputs[1:], branch.inputs, f"inputs after the predicate and those of {branch.label!r}")
+        _check_specs(node, node.inputs[1:], branch.inputs, f"inputs after the predicate and inputs of {branch.label!r}")
         _check_specs(node, branch.results, node.outputs, f"results of {branch.label!r} and outputs")
 
 
@@ -203,7 +203,7 @@ def _check_while(node: WhileNode) -> None:
     if type(n_vars) is not int or not 0 <= n_vars <= len(node.inputs):
         raise _fault(node, f"n_vars is {n_vars!r}; it counts the loop variables among its {len(node.inputs)} inputs")
     for graph in (predicate, body):
-        _check_specs(node, node.inputs, graph.inputs, f"inputs and those of {graph.label!r}")
+        _check_specs(node, node.inputs, graph.inputs, f"inputs and inputs of {graph.label!r}")
     if len(predicate.results) != 1:
         raise _fault(node, f"{predicate.label!r} gives {len(predicate.results)} results; a loop's predicate gives one")
     _check_predicate(node, predicate.results[0], f"the result of {predicate.label!r}")

@@ -60,7 +60,7 @@ from asyncflow.state.elements.queue_places import granted_beside
 from asyncflow.state.mutex import whole_number
 from asyncflow.values import Array, Nest
 
-# By the coroutine that does the same outside of a graph: an error in one of the two places names the other.
+# By the coroutine that does the same outside a graph: an error message of one names the other.
 _NODES = {
     "put": "enqueue",
     "put_many": "enqueue_many",
@@ -110,7 +110,7 @@ class Queue(Resource):
         """True if elements leave in the order they came; otherwise the other elements decide which leaves next."""
         return False
 
-    if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
+    if not TYPE_CHECKING:  # with `__getattr__`, every misspelt attribute would pass the type checker
 
         def __getattr__(self, name: str) -> NoReturn:
             hint = "" if name.startswith("_") else _hint(name, dir(self))
@@ -231,7 +231,7 @@ class Queue(Resource):
         if not isinstance(elements, Iterable):
             raise GraphError(f"put_many of queue {self.name!r} takes a list of elements; got {elements!r}")
         state, rows = self._state(session), [self._values(each, "put_many") for each in elements]
-        if rows:  # nothing to put in waits for no room
+        if rows:  # an empty put never waits for room
             await granted_beside(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
 
     async def get(self, *, session: HasState | None = None) -> Nest:
@@ -306,7 +306,7 @@ class Queue(Resource):
     def _batch(self, n: int | Tensor | SupportsTensor, pad: Nest, verb: str, *, or_fewer: bool) -> Nest:
         pads, what = self._pads(pad, verb), f"{verb} of queue {self.name!r}: n"
         with graph_for(n, outside=_OUTSIDE[verb]):
-            # A number that is known is an attribute, so that shapes of the batch are known, too.
+            # A known number becomes an attribute, so that shapes of the batch are known, too.
             x = as_tensor(n) if is_symbolic(n) else whole_number(n, what, 0)
             if isinstance(x, Tensor) and (x.dtype.kind not in "iu" or x.shape not in ((), None)):
                 raise GraphError(f"{what} is an int or an integer scalar; got {x!r}")
@@ -339,7 +339,7 @@ class Queue(Resource):
             if spec.shape is None:
                 raise GraphError(f"{verb}: padding needs a known rank; queue {self.name!r} has elements {spec}")
             if open_axes(spec):
-                as_array(each, spec.dtype)  # raises now, while the line that gave the number is at hand
+                as_array(each, spec.dtype)  # raises now, where the traceback shows the user's line
         return tuple(pads)
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class Queue(Resource):
                 except GraphError as error:
                     raise told_at(error, f"{part}: queue {self.name!r} holds {spec}") from None
             self._check(Spec(array.dtype, array.shape), spec, part, ".astype")
-            values.append(np.asarray(array))  # a NumPy scalar becomes an array, as elements are
+            values.append(np.asarray(array))  # elements are arrays, not NumPy scalars
         return tuple(values)
 
     def _first(self, elements: Sequence[Element]) -> Nest:
@@ -375,7 +375,7 @@ class Queue(Resource):
         whole_number(n, f"{verb} of queue {self.name!r}: n", 0)
         pads, state = self._pads(pad, verb), self._state(session)
         stack = partial(stacked, self._specs, pads)
-        if not n:  # an empty batch waits for nothing, not even in a line
+        if not n:  # an empty batch never waits, not even in line
             return self._as_batch(stack(()), pads)
         taken = state.take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack, copies=True)
         values: Nest = await granted_beside(taken)
@@ -385,7 +385,7 @@ class Queue(Resource):
         """An empty queue."""
         return QueueState(self.name, self._order(), self.capacity, self._reserve, self._specs)
 
-    _reserve = 0  # elements that a dequeue leaves there
+    _reserve = 0  # number of elements that a dequeue leaves in the queue
 
     def _order(self) -> ElementOrder:
         raise NotImplementedError
@@ -523,7 +523,7 @@ class PaddingQueue(Queue):
         if bucket_by is not None and not callable(bucket_by):
             raise GraphError(f"PaddingQueue: bucket_by={bucket_by!r} is a function of an element, or None")
         self.bucket_by, self.pad = bucket_by, pad
-        self._pads(None, "PaddingQueue")  # a fault of pad= or of the spec shows here, not at the first batch
+        self._pads(None, "PaddingQueue")  # report errors of pad= or of the spec here, not at the first batch
 
     @property
     def is_fifo(self) -> bool:
@@ -540,7 +540,7 @@ class PaddingQueue(Queue):
     def _order(self) -> ElementOrder:
         if self.bucket_by is None:
             return ArrivalOrder()
-        # Without the queue itself: states are found by their queue, and must not keep it.
+        # Capture parts, not the queue: states are found by their queue, and must not keep it alive.
         bucket_by, structure = self.bucket_by, self._structure
         return BucketOrder(lambda element: bucket_by(structure.unflatten(element)))
 

@@ -44,7 +44,9 @@ def test_an_unfed_placeholder_is_refused(graph: af.Graph) -> None:
 @pytest.mark.parametrize("name", ["graph", "trees"])
 def test_how_to_feed_an_input_graph_is_said(graph: af.Graph, name: str) -> None:
     trees = [af.InputGraph.placeholder(name=name) for _ in range(2)][-1]
-    with pytest.raises(af.FeedError, match=r"; feed those of an af.InputGraph with \*\*trees.feeds\(data\)\n  "):
+    with pytest.raises(
+        af.FeedError, match=r"; feed the placeholders of an af.InputGraph with \*\*trees.feeds\(data\)\n  "
+    ):
         extract(graph, [af.sum(trees.offsets), af.sum(trees.children)], [])
 
 

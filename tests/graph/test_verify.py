@@ -273,7 +273,7 @@ BRANCH_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
     (
         "inputs",
         lambda g, t, f: (t.inputs.clear(), t.captures.clear()),
-        "inputs after the predicate and those of 'pick/true' differ in number: 1 and 0",
+        "inputs after the predicate and inputs of 'pick/true' differ in number: 1 and 0",
     ),
 ]
 

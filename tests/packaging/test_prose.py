@@ -93,6 +93,20 @@ def test_comments_on_consecutive_lines_count_as_one(tmp_path: Path) -> None:
     assert [each.unnamed() for each in comments] == [[], ["what"], ["who"], [], []]
 
 
+@ROOMS
+def test_messages_of_a_room_name_their_subjects(room: str) -> None:
+    found = [each for each in prose.messages_of(room) if each.unnamed()]
+    assert [f"{each.path.relative_to(ROOT)}:{each.line}: {each.text}" for each in found] == []
+
+
+def test_messages_are_strings_that_are_no_docstrings(tmp_path: Path) -> None:
+    path = tmp_path / "messages.py"
+    path.write_text(
+        '"""Not what is meant."""\nraise ValueError(f"{x} is one that waits" "; see those of y", "who")\n', "utf-8"
+    )
+    assert [each.unnamed() for each in prose.messages_in(path)] == [["one that", "those"]]
+
+
 def test_long_files_say_why() -> None:
     bare = {
         path.relative_to(PACKAGE).as_posix()

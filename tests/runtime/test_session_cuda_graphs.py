@@ -155,7 +155,7 @@ async def test_a_plan_tells_the_memory_of_its_graphs() -> None:
                 await session.warm_up(y, {x: np.zeros(size, np.float32)})
             told = session.plan(y, [x]).explain(memory=True).splitlines()[-3:]
             total, *each = [int(re.search(r": ([\d,]+) bytes", line)[1].replace(",", "")) for line in told]  # type: ignore[index]
-            assert told[0].startswith(f"2 CUDA graphs on cuda:0: {total:,} bytes in all, as graphs share what")
+            assert told[0].startswith(f"2 CUDA graphs on cuda:0: {total:,} bytes in all, as graphs share temporary")
             assert total == memory.used - before
             assert max(each) < total < sum(each)
 

@@ -57,7 +57,7 @@ def batch_rows(loop: WhileNode, block_bytes: int, on_host: AbstractSet[Tensor] |
     return moved
 
 
-# -- what can be made ahead ------------------------------------------------------------------------------------------
+# -- products that can be computed ahead -----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -198,7 +198,7 @@ class PendingSums:
         right, block = rights[0], self._block
         is_shared = all(other is right for other in rights)
         if block is not None and is_shared and block.takes(right, lefts):
-            # Iterations may have more and more rows, and one of few has made a small block.
+            # The number of rows may grow, and an iteration with few rows has made a small block.
             is_too_small = block.is_full_with(right) and self._most_rows(right, lefts) >= 2 * block.capacity
             if not is_too_small:
                 # A card's block has no sum of its own, as one more array of the totals' size is not in the plan.
@@ -206,7 +206,7 @@ class PendingSums:
                     self._add_all(block.sums())
                 block.add(right, lefts)
                 return
-        # Operands of another shape, or products with different right operands: what waits is added first, so that the
+        # Operands of another shape, or products with different right operands: add the pending products first. So the
         # order of additions, and with it the last bits, follows from the operands alone.
         self.settle()
         self._block = block = self._new_block(right, lefts) if is_shared else None

@@ -366,7 +366,7 @@ def _ends(node: Node) -> Sequence[int]:
 
 
 def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int, value: Spec, summed: int) -> float:
-    return 2.0 * elements(outputs[0]) * summed  # its share of what is done at once
+    return 2.0 * elements(outputs[0]) * summed  # its share of the large product
 
 
 # Each belongs to one activation of one loop, so it is never shared with an equal one. Its shape is unknown: it may be

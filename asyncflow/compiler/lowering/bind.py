@@ -144,7 +144,8 @@ class Binding:
         launching, stream = device.asynchronous, self.streams.get(node, 0)
         limit = device.memory.limit
         if launching is None:
-            # To track each value costs a region more than many a kernel: without a limit it tells what it holds in all.
+            # Tracking each value costs a region more than many kernels do: without a limit it tells only the total that
+            # it holds.
             track = device.memory.track if self.options.debug or limit is not None else None
             spare_bytes = inf if limit is None else limit / _SPARE
             kernel = partial(self.kernel, device)
@@ -292,9 +293,9 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     if node.op is ADD_PRODUCTS:
         return kernel
     stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
-    if not stores or waits_in_line(node):  # what comes of a place in line counts once it has been claimed
+    if not stores or waits_in_line(node):  # results of a place in line count when they are claimed
         return kernel
-    if node.op is SAVE and (nbytes(node.inputs[2].spec) or 0) >= TRACKED_BYTES:  # such values count by themselves
+    if node.op is SAVE and (nbytes(node.inputs[2].spec) or 0) >= TRACKED_BYTES:  # large values count by themselves
         is_new = node.inputs[2].node.op.traits.memory is Memory.NEW
         return kernel if is_new else partial(_save, kernel, memory.track, node.name)
 
@@ -326,6 +327,6 @@ def _read_rows(read: Kernel, track: Kernel, label: str, grads: RowGradient, firs
 
 def _save(save: Kernel, track: Kernel, label: str, store: Value, index: Value, value: Value) -> Value:
     result = save(store, index, value)
-    if result.held[-1] is value:  # what was fed counts once a store keeps it; all else has been counted
+    if result.held[-1] is value:  # a feed counts once a store keeps it; other values have been counted
         track(value, label)
     return result

@@ -192,7 +192,7 @@ class _Lowering(FlatBuilder):
             self.tensors[output] = value
             merges.append(value.node)
         if not merges and node in self.awaited:
-            # Nobody wants a result, but the order of what is before and after has to hold.
+            # No result is used, but nodes behind the branch must still wait for it.
             gates = [self.gate(branch, node.device) for branch in (on_false, on_true)]
             specs = gates[0].spec, INDEX
             decided, _ = self.put(node, "merge", MERGE, gates, place, device=node.device, specs=specs)
@@ -206,8 +206,9 @@ class _Lowering(FlatBuilder):
         loop = EnclosingLoop(node, place, self.controls(node.control_inputs), node.name, node.parallel_iterations)
         outer = self.values(node.inputs)
         in_cond, in_body = Place(), Place()
-        # The circles of the loop variables are built from their middle: first the Merges, which the predicate reads,
-        # then its LoopCond, the Switches behind it, the body, and last the back edges, when what they carry is there.
+        # Loop variables form cycles, which are built from the middle. First come the Merges, which the predicate reads,
+        # then its LoopCond, the Switches behind it, and the body. The back edges come last, once the body has made
+        # their values.
         merges = [
             self.put_merge(loop, "", value, inner.spec, in_cond, inner.node.device)
             for value, inner in zip(outer[:n_vars], body.inputs, strict=False)

@@ -86,7 +86,7 @@ class FlatBuilder:
         self.truncate = truncate
         self.outside = Place()
         self.tensors: dict[Tensor, Tensor] = {}
-        # What a control edge from a structured node, or from a body's input, waits for.
+        # Nodes to wait for in place of a structured node, or of a body's input, at the start of a control edge.
         self.completion: dict[Node, list[Node]] = {}
         self.constants: set[Tensor] = set()
         self.ungated: set[Tensor] = set()
@@ -95,12 +95,12 @@ class FlatBuilder:
         self.here: dict[tuple[Tensor, Device], Tensor] = {}
         self.news: dict[tuple[Node, Device], Node] = {}
         self.on_host: dict[tuple[Tensor, Place], Tensor] = {}
-        # Places of nodes; and of values, where they are not those of their nodes.
+        # Places of nodes; and of values, where they differ from the places of their nodes.
         self.places: dict[Node, Place] = {}
         self.value_places: dict[Tensor, Place] = {}
         # Places that can be opened.
         self.opened: list[Place] = []
-        # LoopConds: whoever gets the predicate from one says when the iteration has ended.
+        # LoopConds: each receiver of the predicate acknowledges when its iteration has ended.
         self.drivers: set[Node] = set()
         self.n_transfers = 0
         self.true: Tensor | None = None
@@ -188,7 +188,7 @@ class FlatBuilder:
         """Makes a body's `inner` stand for `value`."""
         self.tensors[inner] = value
         if inner.node in self.awaited:
-            # What is there from the start holds nothing back; `held_back` then adds the pivot.
+            # A value that is there from the start delays no node; `held_back` then adds the pivot.
             self.completion[inner.node] = [] if value in self.ungated else [self.arrival(value)]
 
     # -- crossing from device to device --------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class FlatBuilder:
         is_acknowledged = source in self.drivers and len(sent) > 0  # not for the news, which may come besides
         controls = [] if sent else [source]
         if source.op is CONTROL_TRIGGER and place.open is not None:
-            controls.append(self.pivot(place, source.device))  # it runs where nobody receives that it has, too
+            controls.append(self.pivot(place, source.device))  # a trigger also fires in dead places, without a Recv
         there: Attrs = {"transfer": number, "target": device, "is_acknowledged": is_acknowledged}
         self.put(source, "send", SEND, sent, place, device=source.device, specs=(), controls=controls, **there)
         here: Attrs = {"transfer": number, "source": source.device, "spec": spec, "is_acknowledged": is_acknowledged}

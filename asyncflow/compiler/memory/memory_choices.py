@@ -187,10 +187,10 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
         starts_ns = share * (figures.start_ns * copies_each + figures.part_ns * (values - copies_each))
         copies, link_ns = Work(0.0, kept * starts_ns), away * (figures.copy_ns_per_byte or 0.0)
         step_ns = figures.forward.plus(Work(0.0, starts_ns)).ns
-        # What is on its way, and what the link has not taken yet when the last iteration saves.
+        # Bytes in flight, and bytes still queued for the link when the last iteration saves.
         left = max(0.0, 1 - kept * step_ns / link_ns) if link_ns else 0.0
         held = alone + _SETS * together * (copies_each < values) + away * left
-        held += kept * going - away  # what has no place to go stays
+        held += kept * going - away  # values that find no room elsewhere stay
         unseen = min(kept, figures.unseen_ns / step_ns) * share * going if step_ns else 0.0
         held = max(held, min(held + unseen, figures.room))
         ns = max(forward.plus(copies).ns, link_ns) + max(backward.plus(copies).ns, link_ns)

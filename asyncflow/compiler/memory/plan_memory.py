@@ -254,7 +254,8 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
     asked = {node.device for node in loop.body.walk() if node.device is not None}
     if len(devices) == 1:
         return devices[0]
-    # Placement is decided later, from the nodes that this plan may add. Only a request for all nodes is certain by now.
+    # Placement comes later, and sees the nodes that this plan may add. Only a device requested for all nodes is certain
+    # now.
     return next((device for device in devices if asked == {device.name}), None)
 
 
@@ -272,8 +273,8 @@ def _planned(
     assert limit is not None
     loops = [each.loop for each in candidates]
     gradients = [reader for each in candidates for reader in each.gradients]
-    # Rows that wait for their product take memory, too: in the usual blocks if these fit, else in the least ones. Other
-    # blocks round differently, so results change only where the values would not fit otherwise.
+    # Rows pending for a product take memory, too: in usual blocks if these fit, else in the smallest ones. Other block
+    # sizes round differently, so results change only if the values would not fit otherwise.
     waiting = [(0, 0) if pending is None else pending(each) for each in gradients]
     standing = standing_bytes([*loops, *gradients]) + sum(least for _, least in waiting)
     blocks = sum(usual - least for usual, least in waiting)
@@ -288,26 +289,26 @@ def _planned(
         yield each.keep_first(share) if asked is None else f"{each.unknown}; {_ALL[asked]}"
         room -= share
     counted = [each for each in candidates if each.iterations]
-    # Kept from here on: `look_for_savings` replaces the savings that it is computed from.
+    # Computed now, as `look_for_savings` replaces the savings it depends on.
     would_hold = {each: each.would_hold for each in counted}
     if known > room and asked is None:
         for each in counted:
             each.look_for_savings(graph)
-    # Without any room the way that holds least is chosen, which says how much each loop must have.
+    # With no room, the choice that holds least is taken: the least bytes that each loop needs.
     least = {each: each.way(each.figures(0.0), asked).held for each in counted}
     needed = sum(least.values())
     if has_usual_blocks and blocks and needed > room:
         has_usual_blocks = False
         room += blocks
     standing += blocks if has_usual_blocks else 0
-    # Loops of unknown length have at least half of the room: the others need twice as much of it.
+    # Loops of unknown length get at least half of the room, so the others need twice as much room.
     least_limit = ceil((standing + needed * (2 if unknown else 1)) / FULL) + 1
     for each in counted:
         if known > room and asked is None and each is not counted[0]:
-            each.look_for_savings(graph)  # in the program that the loops before have changed
+            each.look_for_savings(graph)  # earlier loops have changed the program by now
         usual = would_hold[each]
         share = room * usual / known
-        # Between the least and all that it would hold, so that the shares of all loops add up to the room.
+        # Between the least and the full bytes of each loop, so that all shares add up to the room.
         if needed <= room < known:
             share = least[each] + (room - needed) * (usual - least[each]) / (known - needed)
         figures = each.figures(share)
@@ -389,7 +390,7 @@ class _Candidate:
         says = self.unknown
         if self.loop.swap_memory and self.device.swapping is not None:
             return f"{says}; values of 64 KiB move from the first byte on, as was asked"
-        # The number of iterations is a guess: some times as many as fit. With fewer there is little to decide.
+        # Assume several times as many iterations as fit. With fewer, little needs to be decided.
         figures = replace(self.figures(room), iterations=_LONG * (kept + 1))
         way = choose_way(figures)
         why_not = self.segmented.why_not or (None if self.segmented.refusal is None else "some nodes may not run twice")
@@ -409,7 +410,7 @@ class _Candidate:
         least = swapping.moves.least_bytes if swapping is not None else 0
         sizes = {value: each.nbytes * each.times for value, each in saved.items()}
         movable = [value for value, each in saved.items() if swapping is not None and each.nbytes >= least > 0]
-        movable.sort(key=lambda value: -sizes[value])  # few large copies: each takes the host's time to start
+        movable.sort(key=lambda value: -sizes[value])  # prefer few large copies, as starting each takes host time
         large = tuple(sizes[value] for value in movable)
         copies = tuple(saved[value].times for value in movable)
         self.changes.append(changes)
@@ -439,7 +440,7 @@ class _Candidate:
         paths = StorePaths(graph)
         self.add(SavedChange(self.loop, paths, lambda _: None))
         loops = [self.loop, *dict.fromkeys(store.loops[0] for store in self.inner)]
-        # Many prices give the same cut. The one of all values kept is there already, as the first saving.
+        # Many prices give the same cut. The cut that keeps all values is there already, as the first saving.
         seen = {frozenset(x for loop in loops for x in SavedChange(loop, paths, lambda _: None).kept)}
         for price in _PRICES:
             changes = [SavedChange(loop, paths, partial(self._price, price=price)) for loop in loops]
@@ -483,7 +484,7 @@ class _Candidate:
                 yield PlannedValue(value.node.name, size, "keep")
         usual = self.saved(self.changes[0])
         for store in [store for change in changes for store in change.dropped] if way.saving else ():
-            if store.value in usual:  # else it is there for nothing
+            if store.value in usual:  # else it takes no memory
                 node, (nbytes, times) = store.value.node, usual[store.value]
                 yield PlannedValue(node.name, nbytes * times, "recompute", self.costs.of_node(node).ns * times)
 
@@ -493,7 +494,7 @@ class _Candidate:
         if way.saving:
             change.apply()
             for each in inside:
-                again = SavedChange(each.loop, each.paths, each.price_of)  # by ways that are there now
+                again = SavedChange(each.loop, each.paths, each.price_of)  # by the store paths of the changed program
                 if again.gains:
                     again.apply()
         buffers = {each.loop: each.buffer for each in (change, *inside)}
@@ -523,7 +524,7 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
     paths = StorePaths(loop.graph.root)
     inner = [_stored_inside(store.value, paths) for store in stores if store.value.dtype == VARIANT]
     known = [store for store in inner if store is not None]
-    if count == 0:  # nothing is ever saved
+    if count == 0:  # no iteration saves a value
         return None
     if len(known) < len(inner) or (inner and count is None):
         return "only a run knows how much the loops in it save"
@@ -568,7 +569,7 @@ class _InnerStore(NamedTuple):
 def _stored_inside(store: Tensor, paths: StorePaths) -> _InnerStore | None:
     """Return the facts about the store of a loop nested to any depth; None if only a run knows how much it may hold."""
     loop = store.node
-    while isinstance(loop, CondNode):  # a branch without the loop gives a store with nothing in it
+    while isinstance(loop, CondNode):  # a branch without the loop gives an empty store
         filled = [body.results[store.index] for body in loop.subgraphs]
         filled = [each for each in filled if each.node.op is not NEW_STORE]
         if len(filled) != 1:
@@ -581,7 +582,7 @@ def _stored_inside(store: Tensor, paths: StorePaths) -> _InnerStore | None:
     saved = next((each.value for each in stores_of(loop) if each.output is store), None)
     if saved is None:
         return None
-    if saved.dtype == VARIANT:  # a store of stores: one level further in
+    if saved.dtype == VARIANT:  # a store of stores: search one level deeper
         inner = _stored_inside(saved, paths)
         return None if inner is None else inner._replace(loops=(*inner.loops, loop), times=inner.times * count)
     made = loop.inputs[store.index].node

@@ -135,7 +135,7 @@ class StorePaths:
         self, save: Node, version: Tensor, store: LoopStore, around: StoreReader | None, found: list[StoreReader]
     ) -> bool:
         if around is not None:
-            return False  # a gradient that saves what it has read, for a gradient of its own
+            return False  # a gradient that saves the values it reads, for its own gradient
         outer = self._stores.get(save)
         outside = None if outer is None or outer.value is not version else self.readers(outer)
         return outside is not None and all(self._find(each.node.outputs[0], store, each, found) for each in outside)

@@ -126,7 +126,7 @@ class _StreamChoices(Choices):
 
     def asked_reason(self, node: Node) -> str | None:
         """See `Choices.asked_reason`."""
-        return ""  # nobody wants to know
+        return ""  # reasons for streams are not shown
 
     def held(self, nodes: object) -> float:
         """See `Choices.held`."""

@@ -37,7 +37,7 @@ class _Followers:
         nodes = list(self.graph.walk())
         for node in nodes:
             for tensor in node.inputs:
-                # What has its place already needs no user to find one.
+                # A node that has a device needs no users to find one.
                 if tensor.node not in self.where:
                     self.users.setdefault(tensor, []).append(node)
             if isinstance(node, StructuredNode):
@@ -108,7 +108,7 @@ class _Followers:
             variable, result = owner.body.inputs[position], owner.body.results[position]
             if node is not variable.node:
                 return variable, "a loop variable"
-            # One that only ever takes the values of others is where it begins.
+            # A variable that only ever takes values of other variables is placed where it starts.
             if result is not variable and node not in followed:
                 return result, "a loop variable, where its next value is made"
             return owner.inputs[position], "a loop variable, where it begins"

@@ -173,7 +173,7 @@ def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence
     if flops is not None:
         return NS_PER_CALL + NS_PER_FLOP * flops
     made = max([size_of(shape) or 0 for shape in output_shapes], default=0)
-    if Fact.DRAWS in node.op.facts:  # of what it is given it may draw once for each element, too
+    if Fact.DRAWS in node.op.facts:  # it may also draw once for each element of an input
         return NS_PER_CALL + NS_PER_DRAW * max(made, *(size_of(shape) or 0 for shape in input_shapes), 0)
     if "T" in [tensor.spec.dtype.kind for tensor in (*node.inputs, *node.outputs)]:
         return NS_PER_CALL + NS_PER_STRING * made

@@ -254,7 +254,7 @@ class Execution:
         """Run the task on its group's device, once inputs and devices are ready; or at once, unless tasks `contend`."""
         task = self.problem.tasks[index]
         device = self.places.devices[task.group]
-        # Without contention times are those of the longest way alone.
+        # Without contention, times depend on the longest path alone.
         free = self.free if contend else [0.0] * len(self.free)
         # The thread launches a task ahead of what the task waits for, and is behind only where it has too much to do.
         if self.hosts and contend:
@@ -348,7 +348,7 @@ def simulate(
                     needed = other.spread.inputs[output] if other.spread else devices[other.group]
                     if needed is not None and source is not None and needed != source:
                         crossings.add((output, needed))
-        # A task is queued once, with the last of what it waits for.
+        # A task is queued once, when its last predecessor has run.
         for user in users:
             missing[user] -= 1
             if not missing[user]:

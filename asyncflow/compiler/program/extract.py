@@ -318,7 +318,7 @@ class _Copy:
         if unfed:
             listed = "\n".join(f"  {n.outputs[0].name} {n.outputs[0].spec}, built at {n.location}" for n in unfed)
             are_of_trees = {"offsets", "children"} <= {part for each in unfed for part in each.name.split("_")}
-            advice = "; feed those of an af.InputGraph with **trees.feeds(data)" if are_of_trees else ""
+            advice = "; feed the placeholders of an af.InputGraph with **trees.feeds(data)" if are_of_trees else ""
             raise FeedError(f"these placeholders are needed but not fed; pass them in feeds={{...}}{advice}\n{listed}")
 
     def _copy_nodes(self, source: Graph, target: Graph, need: _Need) -> None:

@@ -65,8 +65,8 @@ def _order(graph: Graph, turns: dict[Hashable, _LastTouch]) -> None:
 def _wait_for(node: Node, before: Iterable[Node]) -> None:
     sources = set(node.control_inputs)
     if not node.subgraphs:
-        # A value from a branch or loop leaves it before its effects are done, and one that goes into a branch or loop
-        # does not hold back all of it: only between two plain nodes is a data edge enough.
+        # A value may leave a branch or loop before the effects inside are done. A value that enters one delays only its
+        # users inside. So a data edge is enough only between two plain nodes.
         sources.update(tensor.node for tensor in node.inputs if not tensor.node.subgraphs)
     node.control_inputs.extend(earlier for earlier in before if earlier not in sources)
 

@@ -174,12 +174,12 @@ class _Line:
                         self._try_to_join(numbers[tensor.node], number)
         for tensor, users in self.users.items():
             for first, second in pairwise(users):
-                # Only what has the shared input's shape is likely to have one shape.
+                # Only users with the shared input's shape are likely to share a shape.
                 if _common_shape(tensor.shape, self.units[first].shape) is not None:
                     self._try_to_join(first, second)
         on_card = [(number, node) for number, node in enumerate(self.nodes) if not of_host[number]]
         self._looks = {number: looks for number, node in on_card if (looks := looks_of(node))}
-        # Those that look at what others look at come last, and show to whom these belong.
+        # Views come last: a view of a view shows which unit the inner view belongs to.
         self._take_in_all()
         for number, node in on_card:
             if is_join(node):
@@ -319,7 +319,7 @@ class _Line:
     def _replaced(self, numbers: dict[Node, int]) -> list[Node]:
         """Return the line with the units' nodes in it, which still use their old inputs."""
         made: list[Node] = []
-        # Each behind what it needs, and else where its last member stood.
+        # Each unit behind its inputs, and otherwise where its last member stood.
         last = (unit for number, unit in enumerate(self.units) if unit.members[-1] == number)
         for unit in ordered(last, lambda unit: self._needed(unit, numbers)):
             if self._is_worthwhile(unit):
@@ -342,7 +342,7 @@ class _Line:
         """Return the chain of a unit's nodes; None if a node uses what another one has joined or reduced."""
         values = {tensor: number for number, tensor in enumerate(inputs)}
         members: list[Member] = []
-        # Last, so that their number is that of an output alone, and kernels that cannot join leave them out.
+        # Ends come last: their numbers then belong to outputs alone, and kernels that cannot join leave them out.
         for number in (*(number for number in numbers if not self._ends(number)), *filter(self._ends, numbers)):
             node = self.nodes[number]
             if any(tensor not in values for tensor in node.inputs):

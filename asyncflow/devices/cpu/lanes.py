@@ -218,7 +218,7 @@ class Lanes:
             settle()
             lane.moved_ns = perf_counter_ns()
             if error is not None and error.__traceback__ is not None:
-                # Without the frame of what was timed, which has the arguments.
+                # Drop the frame of the timed kernel, which refers to its arguments.
                 error = error.with_traceback(error.__traceback__.tb_next)
             deliver(result, error, Times(lane.name, queued_ns, started_ns, ended_ns, computed_ns))
 

@@ -96,7 +96,7 @@ class CpuSwapping(Swapping):
     def _write(self, handle: SavedHandle) -> None:
         held = handle.held
         array: Array | None = held[0].here if held else None
-        if array is None:  # nobody wants it any more
+        if array is None:  # no reader wants it any more
             self.not_sent(handle)
             return
         is_transposed = not array.flags.c_contiguous

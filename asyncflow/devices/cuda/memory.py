@@ -77,7 +77,8 @@ class Lease:
         self.pool = pool
 
     def __del__(self) -> None:
-        # Back into the pool first, and off the account then: another thread is not admitted to what is not there yet.
+        # Return the memory to the pool first, then credit the account: no thread may be admitted before the memory is
+        # free.
         self.pointer = None
         self._account.credit(self._charge)
 
@@ -163,7 +164,7 @@ class CudaPool:
             account.credit(charge)
             if not isinstance(error, self._out_of_memory):
                 raise
-            if is_again or not account.make_room(inf):  # all that may go: what is free in pieces needs those between
+            if is_again or not account.make_room(inf):  # all of it: free pieces join once the pieces between go
                 raise self._exhausted(size, label) from error
         else:
             lease = Lease(account, charge, pointer, self._pool)

@@ -62,7 +62,7 @@ class Progress(LaunchingDevice["CudaStream"]):
         self._lost: BaseException | None = None
         self._lost_at = ""
 
-    # -- how far it is -------------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------
 
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Return True if launching must pause for unfinished work; then call ``resume()`` once, later."""
@@ -73,7 +73,7 @@ class Progress(LaunchingDevice["CudaStream"]):
             self._in_flight += count
         if self._in_flight < MOST_AHEAD or self._lost is not None:
             return False
-        # Later, so that one that fails does not keep the others waiting.
+        # Called later, so that a failing callback does not keep the others waiting.
         self._resumes.append(partial(asyncio.get_running_loop().call_soon_threadsafe, resume))
         return True
 
@@ -167,13 +167,13 @@ class Progress(LaunchingDevice["CudaStream"]):
                 self._lose(error)
         if self._lost is None:
             return error
-        error.__traceback__ = None  # streams keep it, and so the values of all who were under way
+        error.__traceback__ = None  # streams keep the error; its frames would keep the values of all running kernels
         return self._loss()
 
     def _lose(self, error: BaseException) -> None:
         if self._lost is None:
             if self.swapping is not None:
-                self.swapping.device_is_lost()  # before saved values go that the traceback alone has
+                self.swapping.device_is_lost()  # before dropping the traceback, which alone may hold saved values
             self._lost = error.with_traceback(None)
             self._lost_at = self.pool.label
         self._go_on()

@@ -170,7 +170,7 @@ class MemoryGate:
         if not self.has_plenty(takes):
             return False
         promise.sets = sets
-        self._laps.clear()  # unless each iteration asks, what lies between two questions is no iteration
+        self._laps.clear()  # unless each iteration asks, the time between two calls is no iteration
         return True
 
     def asks(self, run: int, sets: Sequence[WorkingSet]) -> bool:
@@ -178,7 +178,7 @@ class MemoryGate:
         promise = self._promises.get(run)
         if promise is None:
             promise = self._promises[run] = _Promise(run)
-        # One question for both figures: it settles what was freed, under the account's lock.
+        # One call for both figures, since it takes the account's lock to settle freed buffers.
         most, used = self._account.lap()
         self._measure(run, sets, most)
         promise.sets = sets

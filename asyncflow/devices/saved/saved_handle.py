@@ -91,7 +91,7 @@ class SavedGroup:
     @property
     def owed(self) -> int:
         """Bytes that the next iteration reads, and that have to come back first."""
-        # The newest is read first, and stands last. Of what is leaving or coming the memory counts already.
+        # The newest value is read first, and stands last. Memory of values that are leaving or coming counts already.
         if not self.out:
             return 0
         read = itertools.takewhile(lambda handle: handle.rank > self.until, reversed(self.out))

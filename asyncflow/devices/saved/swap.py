@@ -158,7 +158,7 @@ class SavedMoves:
         group = handle.group
         group.live += 1
         self._follows(handle, handle.values[0])
-        if now_ns is not None:  # values of stores at rest come all at once: that is no pace
+        if now_ns is not None:  # values of stores at rest arrive all at once, which shows no pace
             group.saves.note(now_ns, handle.rank, 1)
         out: list[SavedHandle] = []
         if moves == "late":
@@ -166,7 +166,7 @@ class SavedMoves:
         if moves == "always":
             before, group.newest = group.newest, handle
             if before is not None and not self._goes(before, out):
-                group.kept.append(before)  # there may be a place later, once memory is short
+                group.kept.append(before)  # there may be room elsewhere later, once memory is short
         else:
             group.kept.append(handle)
         self._relieve(out)
@@ -176,7 +176,7 @@ class SavedMoves:
         """Have a saved value that always moves join the newest ones, to move with them; None if it may not."""
         group = self._groups.get(run)
         handle = None if group is None else group.newest
-        # What has moved never moves again.
+        # A value moves at most once.
         if handle is None or handle.has_moved or handle.nbytes + nbytes > self.together:
             return None
         space = self._spaces[0]
@@ -212,10 +212,10 @@ class SavedMoves:
         into: list[SavedHandle] = []
         rank = handle.rank if rank is None else rank
         group.reads.note(now_ns, rank, -1)
-        group.until = rank - 2 * handle.stride  # what this iteration reads, and the next
+        group.until = rank - 2 * handle.stride  # this iteration's reads, and the next one's
         self._late += handle.state is SavedState.AWAY
         if handle.state is SavedState.LEAVING:
-            self._stay(handle)  # no copy can be withdrawn: this one is thrown away at its end
+            self._stay(handle)  # copies cannot be withdrawn: this copy is discarded at its end
         elif handle.state is SavedState.AWAY:
             self._come(handle, into)
         if group.out:
@@ -233,7 +233,7 @@ class SavedMoves:
             self._leaving -= handle.nbytes
             self._held["kept"] -= handle.nbytes
             self._hold(handle, handle.nbytes)
-        else:  # it was wanted, or dropped, meanwhile
+        else:  # the value was read or dropped meanwhile
             self._discard(handle)
         self._has_ended(handle)
         out: list[SavedHandle] = []
@@ -326,7 +326,7 @@ class SavedMoves:
         handle = value.handle
         handle.live -= 1
         if handle.live:
-            if not handle.has_moved:  # it has memory of its own, which is free now
+            if not handle.has_moved:  # its own memory is free now
                 handle.values.remove(value)
                 handle.nbytes -= value.nbytes
                 self._held["kept"] -= value.nbytes
@@ -346,12 +346,13 @@ class SavedMoves:
         group = handle.group
         if group.newest is handle:
             group.newest = None
-        # Gradients read the newest first: values end at these ends. Those that end in between are passed over later.
+        # Gradients read the newest value first, so values usually end at the right of these queues. Values that end
+        # elsewhere are skipped later.
         for known in (group.kept, group.out):
             while known and known[-1].state is SavedState.GONE:
                 known.pop()
         group.live -= 1
-        # A run that is promised memory has more iterations: the pace and the order of its values hold for them, too.
+        # A run with promised memory has more iterations, for which the pace and the order of its values stay valid.
         if not (group.live or self._gate.has_promised(group.key)) and self._groups.get(group.key) is group:
             del self._groups[group.key]
         return True
@@ -409,7 +410,7 @@ class SavedMoves:
 
     def away(self) -> list[SavedHandle]:
         """All values that are AWAY, or COMING by copies that have not ended."""
-        # Copies of all: the caller that finds the device lost has no lock, which another thread may hold.
+        # Copy each collection: the caller that finds the device lost does not hold the lock, and another thread may.
         out = [handle for group in list(self._groups.values()) for handle in list(group.out)]
         away = [handle for handle in out if handle.state is SavedState.AWAY]
         return away + [handle for handle in list(self._on_the_way) if handle.state is SavedState.COMING]
@@ -435,7 +436,7 @@ class SavedMoves:
         """Have the oldest of the youngest run go, and so on, until what stays is no more than may."""
         limit = self._account.limit
         if limit is None or self._unasked < limit * _GRAIN:
-            return  # to ask the account takes its lock, and groups are sorted: not for each value
+            return  # too slow for each value: the account takes its lock, and groups are sorted
         self._unasked = 0
         short = max((group.short for group in self._groups.values()), default=SHORT)
         self._clear(self._account.used - self.to_be_free - short * limit, self._youngest_first(), out)
@@ -448,7 +449,7 @@ class SavedMoves:
         for group in groups:
             while nbytes > 0 and group.kept:
                 handle = group.kept[0]
-                # What came back stays: else a value that is read late would go to and fro.
+                # A value that came back stays: otherwise a value that is read late would move back and forth.
                 if handle.state is SavedState.KEPT and not handle.has_moved:
                     if not self._goes(handle, out):
                         return
@@ -472,7 +473,7 @@ class SavedMoves:
         handle.state, handle.space, handle.has_moved, handle.copying = SavedState.LEAVING, space, True, True
         self._leaving += handle.nbytes
         self._moved_out += handle.nbytes
-        insort(handle.group.out, handle, key=_RANK)  # a newer value may have left before, as it always moves
+        insort(handle.group.out, handle, key=_RANK)  # sorted: a newer value that always moves may have left earlier
         out.append(handle)
         return True
 
@@ -490,14 +491,14 @@ class SavedMoves:
             handle = group.out[-1]
             if handle.state in (SavedState.AWAY, SavedState.LEAVING):
                 is_away, is_further = handle.state is SavedState.AWAY, handle.rank < rank
-                # Copies in go one after the other: this one has to wait for all that are coming.
+                # Copies in run one after the other: this copy waits for all earlier ones.
                 needs_ns = (self._coming + _AHEAD * handle.nbytes) * self.ns_per_byte
                 is_early = step_ns is not None and (rank - handle.rank) * step_ns > needs_ns
                 # Before an iteration is measured its bytes are a guess, which values from further ahead might exceed.
                 if is_further and (is_early or not is_measured):
                     return
-                # This iteration may end with more than it began with, and the next needs its room beside that. What
-                # comes with other values has more than the next iteration reads.
+                # An iteration may end with more bytes than it began with, and the next one needs its room in addition.
+                # A handle with several values brings more than the next iteration reads.
                 room = free - (takes if is_further or handle.live > 1 else 0) + (0 if is_away else self._leaving)
                 if room < handle.nbytes:
                     return

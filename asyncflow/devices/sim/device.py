@@ -149,7 +149,7 @@ class SimDevice(Timeline):
         if missing > 0:
             has_freed |= self.hand_over(missing)
         graphs = [cache for cache, memory in self.machine.graphs.items() if memory is self.memory]
-        with self.memory.at_once():  # a kernel may be running, at whose end freed bytes would count
+        with self.memory.at_once():  # otherwise freed bytes would count only when the running kernel ends
             has_freed |= free_graphs(graphs, lambda: self.memory.has_room(nbytes))
         return has_freed
 
@@ -229,7 +229,7 @@ class SimDevice(Timeline):
         """Copy a host value in and deliver the copy at once; numbers and anything but arrays stay host values."""
         try:
             copied = self.copy_in(value)
-        except Exception as error:  # out of memory, or a hazard
+        except Exception as error:  # out of memory, or a data hazard
             deliver(None, error)
         else:
             deliver(copied, None)
@@ -246,7 +246,7 @@ class SimDevice(Timeline):
             return as_scalar(value)
         has_data = type(value) is not SimUnknown and not (self.machine.shapes_only and value.nbytes > SMALL_BYTES)
         data = value.copy() if has_data else None
-        # Refused before the copy is on a stream: `Storage` would refuse it with the link already occupied.
+        # Check before the copy is on a stream: `Storage` would refuse it only after it occupied the link.
         self.memory.check(value.nbytes, name)
         stream = self.compute if self._is_in_order(value.nbytes, self.h2d) else self.h2d
         return self.copied_in(data, value.dtype, value.shape, name, after=None, stream=stream)
@@ -298,14 +298,14 @@ class SimDevice(Timeline):
             self._deliver_message(value, sent_ns, deliver)
             return
         if self._is_card and not value.shape and isinstance(source, SimDevice) and not source._is_card:
-            # The compiler counts on it: a CPU that is not simulated has made the number on the host.
+            # The compiler relies on it: on a real CPU, the number would already be on the host.
             source.read_value(value, partial(self._take_number, deliver))
             return
         try:
             self.machine.check()
             self.memory.check(value.nbytes, value.name)
             received = self._received(value, source)
-        except Exception as error:  # whoever receives gets it, whichever side was at fault
+        except Exception as error:  # errors of either side go to the receiver
             deliver(None, error)
             return
         deliver(received, None)
@@ -347,7 +347,7 @@ class SimDevice(Timeline):
         ahead_ns = self.dispatched_ns - self.machine.now_ns()
         if ahead_ns < _FARTHEST_AHEAD_NS:
             return False
-        # Half of it is left then, so that a loop launches a batch of kernels each time, not one per pause.
+        # Resume at half of the lead, so that a loop launches a batch of kernels each time, not one per pause.
         self.machine.loop.call_at_ns(self.dispatched_ns - _FARTHEST_AHEAD_NS // 2, resume)
         return True
 
@@ -372,7 +372,7 @@ class SimDevice(Timeline):
             last_ns += self._message_ns
 
         def observe() -> None:
-            # From here on the host may use what the streams have written, and memory freed is known to be free.
+            # From here on the host may read values written by the streams, and freed memory counts as free.
             for end in ends:
                 self.machine.host.observe(end)
             self._told(done, None)
@@ -402,7 +402,7 @@ class SimDevice(Timeline):
         for each in values:
             self._pack(each)
             self.order(stream, (each.written,))
-        self.settle_on(stream, value)  # one event for all: the newest writer's is behind the others'
+        self.settle_on(stream, value)  # one event for all: the newest writer's event follows the others
         lanes = (self._engine_out, self.machine.lane(f"{self.name} to host"))
         nbytes = sum(each.nbytes for each in values)
         if others:
@@ -454,7 +454,7 @@ class SimDevice(Timeline):
         link = machine.spec.peer_link
         if link is None or not (self._is_card and source._is_card):
             out = source.copy_out(value)
-            # One of the two copies counts as the way between devices: it has their event, their memory, their message.
+            # The second copy counts as the transfer between devices: it has its event, memory and message.
             return self.copied_in(data, value.dtype, value.shape, value.name, out, "transfer")
         source._pack(value)
         self._own_memory(self.peer)
@@ -472,8 +472,8 @@ class SimDevice(Timeline):
         if self._is_card and isinstance(data, np.ndarray) and not data.flags.c_contiguous:
             self.settle_on(self.compute, value)
             self.order(self.compute, (value.written,))
-            # The bytes are read and written. Readers wait for this event from now on, also on streams that have waited
-            # for the former writer: `followers` starts anew.
+            # The bytes are read and written. Readers now wait for this event, even on streams that waited for the
+            # former writer: `followers` starts anew.
             event = self.launch_kernel(self.compute, 0.0, 2 * value.nbytes, False, value.name, fired=False)
             value.storage.read_by(event)
             value.written = event
@@ -520,7 +520,7 @@ class SimDevice(Timeline):
         """New memory on the device that a copy fills."""
         nbytes = math.prod(shape) * dtype.itemsize
         storage = Storage(self, self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
-        # The last array of this memory may die before the copy that fills it has ended: until then `landing` has it.
+        # The last array of this memory may die before the copy that fills it ends: until then `landing` keeps it.
         self.machine.landing[event] = storage
         self.when_over(event, self.machine.landing.pop, event, None)
         if self.machine.shapes_only and nbytes > SMALL_BYTES:
@@ -535,7 +535,7 @@ class SimDevice(Timeline):
 
     def _deliver_message(self, value: Value, sent_ns: int, deliver: Deliver) -> None:
         due_ns = sent_ns
-        # An object of Python goes as a message of no size, once the work that its arrays depend on is done.
+        # A Python object is sent as a message of size 0, once the work behind its arrays is done.
         if isinstance(value, SimOpaque):
             due_ns = max(due_ns, *(event.time_ns for event in value.events))
             value = value.value

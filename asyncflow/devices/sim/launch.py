@@ -59,7 +59,7 @@ class SimLauncher:
         self._stream = device.compute_streams[info.stream]
         self._rule = SpecRule(info, reads_values=device.machine.shapes_only)
         self._leaves_numbers = device.capabilities.leaves_numbers
-        # On a CPU a view is a call of NumPy, which takes as long as a number; see `Host.times_of_cpu`.
+        # On a CPU a view is a NumPy call, as slow as computing a number; see `Host.times_of_cpu`.
         is_step = info.moves_references or not device.capabilities.own_memory
         self._viewing: Call = "node" if not info.in_region else "step" if is_step else "view"
         self._found_flops: dict[tuple[tuple[int, ...] | None, ...], float] = {}
@@ -206,8 +206,8 @@ class SimLauncher:
         info = self._info
         if not self._device.machine.shapes_only or info.is_metadata:
             return True
-        if info.keeps_arrays:  # it runs without data, too: the store has to know its entries and their shapes
-            is_new = all(hasattr(value, "dtype") for value in values)  # there is no store yet
+        if info.keeps_arrays:  # runs even without data: the store needs its entries and their shapes
+            is_new = all(hasattr(value, "dtype") for value in values)  # no store yet
             if is_new and any(lacks_data(values[place]) for place in info.host_inputs):
                 raise self._rule.refusal()
             return True
@@ -229,7 +229,7 @@ class SimLauncher:
         key = (*inputs, None, *outputs)
         flops = self._found_flops.get(key)
         if flops is None:
-            if len(self._found_flops) >= MOST_SHAPES:  # arrays that grow in a loop never have one shape twice
+            if len(self._found_flops) >= MOST_SHAPES:  # growing arrays have a new shape in each iteration
                 self._found_flops.clear()
             flops = self._found_flops[key] = self._info.flops(inputs, outputs)
         return flops
@@ -245,7 +245,7 @@ class SimLauncher:
             raise self._rule.refusal()
         flops = self._flops(shapes, [shape for _, shape in specs])
         if flops == 0 and arrays:
-            # Ops that compute nothing give views: of the input of the same place, or of the only one.
+            # Ops without computation return views of the input at the same place, or of the only input.
             sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
             self._device.run_on_host(info.name, self._viewing)
             return [
@@ -284,7 +284,7 @@ class SimLauncher:
         else:
             self._device.run_on_host(info.name, self._viewing)
             event = None
-        for store in stores:  # to read a sum of gradients may have made it
+        for store in stores:  # reading a sum of gradients may have created its buffer
             self._count_buffers(store.value)
         events = [*opaque, *[array.written for array in arrays]]
         if homes is None:
@@ -302,7 +302,7 @@ class SimLauncher:
     ) -> bool:
         """Return True if the kernel, with inputs on the device and arrays as outputs, occupies the stream."""
         if self._info.keeps_arrays:
-            return bool(fresh) and flops > 0 and bool(values)  # else it moves references, or reads state
+            return bool(fresh) and flops > 0 and bool(values)  # else it only moves references or reads state
         if fresh:
             return flops > 0 or not has_inputs
         return has_inputs and not has_outputs
@@ -317,11 +317,11 @@ class SimLauncher:
         *,
         forgets: bool,
     ) -> Placed:
-        home = home or homes.find(output)  # an output before may share its memory
+        home = home or homes.find(output)  # an earlier output may share its memory
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
         storage, written = home
-        if type(storage) is BlockStorage:  # its parts have writers of their own, later than the one of the block
+        if type(storage) is BlockStorage:  # parts have their own writers, later than the block's
             written = self._join(events)
         data = output
         if self._device.machine.shapes_only and (forgets or output.nbytes > SMALL_BYTES or lacks_memory(output)):
@@ -437,8 +437,8 @@ class SimHostLauncher(HostKernel):
             if inspect.isawaitable(result):
                 result = await result
             results = [self._known(value, lacks) for value in ([result] if info.single else result)]
-        # Memory may have been freed too early while the user's code ran. Its span list is the one of the call: another
-        # run may record by now.
+        # Check for memory freed too early while the user's code ran. Record into the call's span list: another run may
+        # record by now.
         device.machine.check()
         with recording(device, spans):
             outputs = [
@@ -527,7 +527,7 @@ def latest_events(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
         return tuple(events)
     if len(events) == 2 and events[0].stream is events[1].stream:
         return (events[0] if events[0].count >= events[1].count else events[1],)
-    latest: dict[Any, SimEvent] = {}  # a stream is in order: its last event is after the others
+    latest: dict[Any, SimEvent] = {}  # streams run in order: the last event follows all others
     for event in events:
         if event.stream not in latest or latest[event.stream].count < event.count:
             latest[event.stream] = event

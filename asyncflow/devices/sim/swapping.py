@@ -99,7 +99,7 @@ class SimSwapping(Swapping):
 
         The next work on their memory waits for their copies, as on a CUDA device where an allocation finds no room.
         """
-        if self._lock.locked():  # what comes back asks for room, and goes ahead of its reads: it waits for no copy
+        if self._lock.locked():  # a value on its way back asks for room ahead of its reads, and waits for no copy
             return
         account = self._device.memory
         before = account.used

@@ -122,8 +122,8 @@ class SharedCode:
         Args:
             states: by the names that `variables_of` gives.
         """
-        # The version holds the states, so that their ids are not used again as long as it is found here. Runs and
-        # batches of a version hold it; after their end it goes, with old values of variables.
+        # A version holds its states, so that their ids are not reused while it is listed here. Its runs and batches
+        # hold it; after them it is dropped, with old values of variables.
         key = tuple(map(id, states.values()))
         found = self._versions.get(key) if key else self
         if found is None:
@@ -193,8 +193,8 @@ class SharedBody(SharedCode):
         self._ragged = ragged
         self._inputs = tuple(has_rows)
         self._constants = shared_constants({x: outer for outer, x in body.captures.items() if x not in has_rows})
-        # At once, so that what cannot be lifted is refused where it is written.
-        # A function of packed rows is one for any number of members: it is told where each begins.
+        # Lift now, so that a function that cannot be lifted fails at its definition. A function of packed rows serves
+        # any number of members: it gets the offset of each.
         self.many = self.one if self.is_packed else self._lifted()
 
     def find_parts(self, ragged: RaggedRows, side_by_side: Sequence[bool]) -> None:
@@ -213,7 +213,7 @@ class SharedBody(SharedCode):
     @cached_property
     def staying(self) -> tuple[int, ...]:
         """Places of results that may stay on a device: of all but counters and predicates."""
-        # These are looked at by the host, to branch by them or to count: left there, each would be waited for.
+        # The host reads counters and predicates to branch: on the device, each read would wait.
         return tuple(k for k, spec in enumerate(self.specs) if spec.shape != () or spec.dtype.kind not in "biu")
 
     def _as_written(self, shapes: Sequence[Shape]) -> BodyProgram:
@@ -297,13 +297,13 @@ class SharedBody(SharedCode):
             ValueError: a result is not as long as it has to be.
         """
         if not self.is_for_many(len(members)):
-            if self._ragged is not None:  # what fails among others fails alone, and not under load only
+            if self._ragged is not None:  # a call that fails in a batch must fail alone, too, not only under load
                 self._ragged.require_own(results, members[0])
             return (results,)
         if self._ragged is not None:
             return self._ragged.parts(results, fed, members)
         return (
-            # Indexed by a number alone, a string array would give a `str`, not an array of rank 0.
+            # Indexed by a number alone, a string array would give a `str`, not a 0-d array.
             [value[row, ...] if value.dtype.kind == "T" else value[row] for value in results]
             for row in range(len(members))
         )
@@ -330,7 +330,7 @@ class SharedBody(SharedCode):
                 extents = (None, *x.shape) if rows and x.shape is not None else x.shape
                 known[x] = LiftedValue(placeholder(x.dtype, extents), rows)
             feeds = tuple(known[x].tensor for x in self._inputs)
-            # `_add_call` has seen to it that one input at least has rows.
+            # `_add_call` guarantees that at least one input has rows.
             count = shape(feeds[self.has_rows.index(True)])[0]
             found = lift(self._body, known, self._body.results, count, self.label)
         return BodyProgram(graph, feeds, tuple(found))
@@ -508,13 +508,13 @@ def batched_with(
     def call(*args: Nest, **kwargs: Nest) -> Nest:
         leaves, structure = nest.flatten((args, kwargs))
         if current_graph() is None and not any(map(is_symbolic, leaves)):
-            return fn(*args, **kwargs)  # called on arrays, without a graph: there is no other member
+            return fn(*args, **kwargs)  # called on arrays, without a graph: no other members exist
         with graph_for(*leaves) as graph:
             given = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
             label = graph.unique_name(name if name.isidentifier() else "batched")
             return _add_call(fn, batch, graph, given, structure, label, side_by_side)
 
-    if batch.tells is not None:  # a parameter that callers do not give
+    if batch.tells is not None:  # callers do not pass this parameter
         shown = _signature_of(fn)
         if shown is not None:
             parameters = [x for name, x in shown.parameters.items() if name != batch.tells]
@@ -563,7 +563,7 @@ def _add_call(
             f"the values "
             f"read from it\n  built at {store.node.location}"
         )
-    # A capture that all runs see alike is fed once for a call; any other is one more row of each member.
+    # A capture with one value for all runs is fed once for a call; any other adds one row for each member.
     own = body.inputs[: len(given) + (ragged is not None)]
     has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}
     if not any(has_rows.values()):
@@ -613,7 +613,7 @@ def _trace(
     body.closed = True
     if (fault := why_not_shareable(body.walk())) is not None:
         raise GraphError(f"{label} cannot be batched: {fault}")
-    if draws(body):  # by a key of the member's own firing, so that its numbers do not depend on the other members
+    if draws(body):  # keyed by the member's own firing, so that its numbers do not depend on other members
         try:
             capture_key(body)
         except CannotLift as reason:
@@ -628,7 +628,7 @@ def why_not_shareable(nodes: Iterable[Node]) -> str | None:
             fault = "depends on the run, which members of a call do not share: do it outside, and pass the result in"
         elif node.subgraphs == () and any(
             access is Access.WRITE and not (key is node and node.outputs) for key, access in node_effects(node)
-        ):  # a check, which changes nothing, is its own resource, and so is what closes an array
+        ):  # checks, and nodes that close arrays, write to no resource but themselves
             fault = "has an effect, which would happen once for several members: do it outside"
         else:
             continue
@@ -645,7 +645,7 @@ def is_same_for_all(x: Tensor) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        # Branches and loops are not looked into: to say no costs a row for each member, and is always right.
+        # Branches and loops are not searched: False is always correct, and costs only a row for each member.
         if node.op is PARAMETER:
             outer = captured_by(node)
             if outer is None:
@@ -664,8 +664,8 @@ def identity_of(value: Array) -> Hashable:
     Arrays of at most `_SAME_BYTES` are compared by their contents, larger ones by object.
     """
     if value.nbytes > _SAME_BYTES:
-        return id(value)  # members hold it while they wait; two equal copies share no call, which is only slower
-    # The bytes of a string array say where its longer strings stand in memory, not how they read.
+        return id(value)  # waiting members keep it alive; equal copies do not share a call, which is only slower
+    # The bytes of a string array hold addresses of its longer strings, not their text.
     return value.shape, tuple(value.ravel().tolist()) if value.dtype.kind == "T" else value.tobytes()
 
 

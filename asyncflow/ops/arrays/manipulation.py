@@ -219,7 +219,7 @@ def squeeze(x: TensorLike, /, axis: int | tuple[int, ...]) -> Tensor:
 
 
 def _permute_spec(x: Spec, *, axes: tuple[int, ...]) -> Spec:
-    order = normalize_axes(axes, len(axes))  # an axis named twice is refused also where the rank is not known
+    order = normalize_axes(axes, len(axes))  # refuses repeated axes, even if the rank is unknown
     if x.shape is None:
         return Spec(x.dtype, (None,) * len(axes))
     if len(axes) != len(x.shape):
@@ -310,7 +310,7 @@ def _places(by: Array, axis: Axes) -> int | tuple[int, ...]:
     if not np.ndim(by):
         return int(by)
     if not isinstance(axis, tuple) or len(by) != len(axis):
-        raise ValueError(f"roll: {len(by)} shifts for axis {axis}")  # NumPy would roll by each along the same one
+        raise ValueError(f"roll: {len(by)} shifts for axis {axis}")  # NumPy would add up the shifts along the same axis
     return tuple(by.tolist())
 
 
@@ -349,7 +349,7 @@ def _repeat_spec(x: Spec, counts: Spec | None = None, *, repeats: int | None, ax
         return Spec(x.dtype)
     extent = shape[normalize_axis(at, len(shape))]
     each = repeats if counts is None else known_value(counts)
-    # A single count holds for all elements, also as a vector of one.
+    # A single count, even as a vector of length 1, holds for all elements.
     longer = None if extent is None or each is None else int(np.broadcast_to(each, extent).sum())
     return Spec(x.dtype, replaced(shape, at, longer))
 
@@ -369,11 +369,11 @@ def _check_counts(counts: Spec, shape: Shape, axis: int) -> None:
 def _repeat_kernel(xp: Namespace, *, repeats: int | None, axis: int | None) -> Kernel:
     if repeats is not None:
         return partial(xp.repeat, repeats=repeats, axis=axis)
-    if xp is np:  # which refuses counts of uint64
+    if xp is np:  # NumPy refuses counts of uint64
         return lambda x, counts: np.repeat(x, counts.astype(int64), axis=axis)
 
     def take(x: Array, counts: Array) -> Array:
-        # CuPy copies the repeats of each element by a kernel of its own.
+        # CuPy's `repeat` launches a kernel for each element.
         x = xp.asarray(x)
         whole, at = (x.reshape(-1), 0) if axis is None or not x.ndim else (x, axis)
         return xp.take(whole, xp.asarray(np.repeat(np.arange(whole.shape[at]), counts.astype(int64))), axis=at)
@@ -434,7 +434,7 @@ def _reshape_spec(x: Spec, *, shape: tuple[int, ...], rule: str = "") -> Spec:
 
 def _reshape_kernel(xp: Namespace, *, shape: tuple[int, ...], rule: str = "") -> Kernel:
     reshaped = operator.methodcaller("reshape", shape)
-    # Most reshapes have no rule, and a frame of ours would take longer than the reshape itself.
+    # Most reshapes have no rule, and a Python frame would take longer than the reshape itself.
     if not rule:
         return reshaped
 
@@ -442,7 +442,7 @@ def _reshape_kernel(xp: Namespace, *, shape: tuple[int, ...], rule: str = "") ->
         try:
             found: Value = reshaped(x)
         except ValueError:
-            # NumPy's message names a reshape, which users never wrote: they gave a predicate.
+            # NumPy's message names a reshape that users never wrote: they passed a predicate.
             raise ValueError(rule.format(format_shape(x.shape))) from None
         return found
 
@@ -453,7 +453,7 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
     """The shape that `dims` (-1: the rest; None: only the run knows) give to `x`."""
     if dims.count(-1) > 1 or any(dim is not None and dim < -1 for dim in dims):
         raise ShapeError(f"a new shape holds non-negative ints and at most one -1, got {dims}")
-    if None in dims:  # what "the rest" is, and whether the elements suffice, is for the run to find
+    if None in dims:  # only the run knows the extent for -1, and whether the elements fill the shape
         return tuple(None if dim == -1 else dim for dim in dims)
     rest = math.prod(dim for dim in dims if dim is not None and dim != -1)
     size = flat_extent(x.shape)
@@ -511,7 +511,7 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
         with graph_for(x, shape):
             vector = as_tensor(shape)
         known = static_value(vector) if vector.dtype.kind in "iu" and vector.ndim == 1 else None
-        # With a shape that is known, the reshape is a view whose elements are counted here, not in each run.
+        # With a known shape, the elements are counted here, not in each run.
         if known is None:
             return apply(RESHAPE_TO, x, vector, dims=None)[0]
         shape = known.tolist()

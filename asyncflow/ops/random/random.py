@@ -66,7 +66,7 @@ def _random_op(
     def kernel(xp: Namespace, *, seed: int, **attrs: object) -> Kernel:
         return Drawing(draw(**attrs), seed, None if draw_rows is None else draw_rows(**attrs))
 
-    # The shape of the numbers does not depend on the seed, so the rules need not know of it.
+    # The shape does not depend on the seed, so shape rules do not get it.
     def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
 
@@ -82,7 +82,7 @@ def _drawn(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: object) -> 
 
 
 def _apply(op: Op, *inputs: TensorLike, seed: SeedLike, name: str | None, **attrs: Any) -> Tensor:
-    import_module("numpy.random")  # else NumPy does at the first draw, and that is on the event loop
+    import_module("numpy.random")  # else NumPy imports it at the first draw, on the event loop
     given, own = seed if isinstance(seed, tuple) and len(seed) == 2 else (seed, None)
     if is_symbolic(given):
         return _seeded(op, given, own, inputs, name, attrs)
@@ -90,7 +90,7 @@ def _apply(op: Op, *inputs: TensorLike, seed: SeedLike, name: str | None, **attr
         own = static_int(seed, "a seed that is no tensor, nor a pair (tensor, int),")
         return apply(op, *inputs, name=name, seed=own, **attrs)[0]
     (result,) = apply(op, *inputs, name=name, seed=0, **attrs)
-    # Only now is it known what the node is called.
+    # The node's name is known only now.
     result.node.attrs["seed"] = seed_of_name(result.node.name)
     return result
 
@@ -110,7 +110,7 @@ def _seeded(
             raise GraphError(
                 f"the seed of {op.name} is an int, or an integer tensor of rank 0 for each request; got {seed!r}"
             )
-        # The op's own seed keeps two draws of a request apart, which have the same seed of the request.
+        # Two draws of a request share the request's seed; the op's own seed makes them differ.
         arguments = {**attrs, "seed": 0 if own is None else static_int(own, "the second of seed=(tensor, int)")}
         (result,) = apply(SEEDED, seed, *inputs, name=name or op.name, draws=op.name, arguments=arguments)
         if own is None:
@@ -194,7 +194,7 @@ def _float_draw(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> 
     read = shape_reader(shape)
     kind, number = (float64 if dtype == float64 else float32).type, dtype.type
     if shape == ():
-        return lambda rng: number(sample(rng, None, kind))  # of one number the generator makes no array
+        return lambda rng: number(sample(rng, None, kind))  # the generator returns a single number as a scalar
     return lambda rng, *sizes: sample(rng, read(sizes), kind).astype(dtype, copy=False)
 
 
@@ -236,7 +236,7 @@ def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: SeedLike, name: 
 
 
 def _scaled(x: Tensor, factor: TensorLike, offset: TensorLike) -> Tensor:
-    # As ops of their own: gradients reach mean and deviation though a draw has none, and the defaults cost nothing.
+    # Separate ops, so that gradients reach mean and deviation although a draw has none. Defaults add no op.
     if not (is_weak(factor) and factor == 1):
         x = multiply(x, factor)
     return x if is_weak(offset) and offset == 0 else add(x, offset)
@@ -323,7 +323,8 @@ def uniform(
     """
     in_order = "low and high are finite, and low is not above high"
     _check_known("uniform", in_order, low, high, holds=lambda a, b: np.isfinite(a) & np.isfinite(b) & (a <= b))
-    # With `low` at 0, the usual case, one op is enough; of two numbers the difference is taken here, not in each run.
+    # With `low` at 0, the usual case, one op is enough. The difference of two numbers is computed here, not in each
+    # run.
     from_zero = is_weak(low) and low == 0
     width = high if from_zero else high - low if is_weak(low) and is_weak(high) else subtract(high, low)
     return _scaled(_floats(UNIFORM, shape, dtype, seed, name), width, low)
@@ -349,7 +350,7 @@ def _parameter_op(
         read = shape_reader(shape)
 
         def draw(rng: np.random.Generator, parameter: Array, *sizes: Array) -> Value:
-            # The samplers take float64 alone, and do not check alike: NaN gives NaN in one, and an error in another.
+            # The samplers take only float64, and check differently: NaN gives NaN in some, and an error in others.
             wide = np.asarray(parameter).astype(float64)
             _require(np.isfinite(wide) & holds(wide), wide, rule)
             return np.asarray(sample(rng, wide, read(sizes))).astype(dtype, copy=False)
@@ -441,7 +442,7 @@ def _integers_spec(low: Spec, high: Spec, *sizes: Spec, shape: Shape, dtype: DTy
 
 def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
     read, kind = shape_reader(shape), dtype.type
-    # NumPy itself refuses bounds that are not in order.
+    # NumPy itself refuses `low` above `high`.
     return lambda rng, low, high, *sizes: rng.integers(low, high, None if shape == () else read(sizes), kind)
 
 
@@ -535,7 +536,7 @@ def _categorical_rows(*, axis: int) -> Callable[..., Array]:
     def draw(filled: Filled, count: int, inputs: Sequence[Array], has_rows: Sequence[bool]) -> Array:
         logits, has_own = inputs[0], has_rows[0]
         uniforms = filled(_uniforms, np.empty((count, *logits.shape[has_own:])))
-        return _category(logits, uniforms, axis if axis < 0 else axis + 1)  # rows are one more axis, in front
+        return _category(logits, uniforms, axis if axis < 0 else axis + 1)  # rows add an axis in front
 
     return draw
 
@@ -546,8 +547,8 @@ def _category(logits: Array, uniforms: Array, axis: int) -> Array:
     """
     if not uniforms.shape[axis]:
         raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
-    # The largest of the logits plus Gumbel noise falls on a category with just its probability. The noise stays finite:
-    # a uniform number may be 0, whose logarithm is not.
+    # The maximum of logits plus Gumbel noise picks each category with exactly its probability. Keep the noise finite: a
+    # uniform number may be 0, whose logarithm is infinite.
     noise = np.maximum(uniforms, 2.0**-53, out=uniforms)
     np.subtract(1.0, noise, out=noise)
     np.negative(np.log(noise, out=noise), out=noise)
@@ -605,8 +606,9 @@ _ROOT_OF_BFLOAT16_EPSILON = 2.0**-3.5
 
 def _probabilities(p: Array) -> Array:
     """Return `p` for the generator, which refuses values below 0, and a sum other than 1."""
-    # The sum may be off by the root of the epsilon of their dtype. So float32 goes in as it is: as float64, the weights
-    # of a softmax over 1000 rows would be refused. bfloat16, which NumPy does not know, is scaled here likewise.
+    # NumPy allows an error of the sum up to the root of the dtype's epsilon. So float32 is passed unchanged: as
+    # float64, softmax weights over 1000 rows would be refused. bfloat16, unknown to NumPy, is scaled here in the same
+    # way.
     if p.dtype.kind == "f":
         return p
     wide = p.astype(float64)
@@ -663,7 +665,7 @@ def permutation(x: TensorLike, /, *, axis: int = 0, seed: SeedLike = None, name:
 
 
 def _rows(x: TensorLike) -> Tensor:
-    if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):  # True is an int, but hardly meant as 1 row
+    if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):  # True is an int, but is hardly meant as one row
         raise GraphError(f"takes a tensor or an int to choose from, not {x!r}")
     if not is_symbolic(x) and np.ndim(cast("ArrayLike", x)) == 0:
         return arange(x)
@@ -683,5 +685,5 @@ __all__ = [
     "uniform",
 ]
 
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+if not TYPE_CHECKING:  # with `__getattr__`, every misspelt name would pass the type checker
     __getattr__, __dir__ = public_names("asyncflow.random", __all__)

@@ -449,4 +449,4 @@ def _rows_of_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> S
     return [folded.unfold(y) for y in apply(node.op, folded.numbers(numbers), *flat, **attrs)]
 
 
-no_row_rule("as found", because="what it gives is as long as the run finds it, for each row")
+no_row_rule("as found", because="the length of its result is known only in the run, for each row")

@@ -73,10 +73,9 @@ class TorchOp:
         self._outputs = outputs
         if outputs is not None:
             _check_specs(self.name, outputs)
-        # Without CUDA, PyTorch cannot read a card's memory: then nodes are like others of the user's functions, which
-        # the host computes.
+        # Without CUDA, PyTorch cannot read a card's memory: nodes then run on the host, like other user functions.
         self._takes_cards: bool = self._torch.cuda.is_available()
-        # torch has one generator of random numbers for the process; and parameters are put in and out.
+        # Calls must not overlap: PyTorch has one random generator per process, and parameters are swapped in and out.
         conduct = Conduct(is_user=True, alone=self._torch)
         make = functools.partial(Op, takes_any_arrays=self._takes_cards, conduct=conduct)
         flops = self._flops if self._is_module else None
@@ -90,7 +89,7 @@ class TorchOp:
             flops=flops,
             derivative=self._derivative,
         )
-        # The module runs again, and on the way back each product has two: for its input, and for its parameter.
+        # The module runs again, and each product has two backward products: for its input and its parameter.
         thrice = None if flops is None else lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)
         self._gradient_op = make(f"{self.name}_gradient", declared_specs, self._backward, flops=thrice)
 
@@ -211,7 +210,7 @@ class TorchOp:
                 with torch.no_grad():
                     returned = self._called(probes, names, arguments, own)
                 found.append(nest.map_leaves(_row_spec_of(extent) if self._rows else _spec_of, returned))
-        except Exception as error:  # of the module's own code
+        except Exception as error:  # the module's own code may raise anything
             seen = ", ".join(f"{x.name} {x.spec}" for x in tensors)
             raise GraphError(
                 f"{self.name}: its outputs cannot be inferred ({type(error).__name__}: {brief(str(error))}); "
@@ -235,7 +234,7 @@ class TorchOp:
             wanted=wanted,
             reaching=tuple(reaching),
         )
-        # It runs the module, too, whose own tensors are on the device of the first run.
+        # The gradient runs the module, too, whose own tensors are on the device of the first run.
         made[0].node.device = made[0].node.device or node.device
         for index, grad in zip(wanted, made, strict=True):
             results[index] = grad
@@ -298,21 +297,21 @@ class TorchOp:
 
     def _mapped(self, inputs: Sequence[TorchTensor], names: tuple[str, ...], arguments: Attrs) -> Nest:
         """The results of a module of a single row, for all of them."""
-        if len(inputs[0]) == 1:  # called as it is, a module may also do what vmap refuses, such as draw
+        if len(inputs[0]) == 1:  # called directly, a module may also do operations that vmap refuses, such as drawing
             return nest.map_leaves(_with_row, self._called([x[0] for x in inputs], names, arguments))
         # A module with buffers may count its calls there, so while training it is not run for rows that may run again.
         counts = self._is_module and self._module.training and any(True for _ in self._module.buffers())
         if self._refused >= _MOST_REFUSED or counts or not len(inputs[0]):
             raise RowByRow
         dims = [0 if _has_own(x) else None for x in inputs]
-        if not any(dim == 0 for dim in dims):  # vmap needs one input at least to map over
+        if not any(dim == 0 for dim in dims):  # vmap needs at least one input to map over
             dims = [0] * len(inputs)
         given = [x if dim == 0 else x[0] for x, dim in zip(inputs, dims, strict=True)]
         try:
             found: Nest = self._torch.vmap(lambda *row: self._called(row, names, arguments), in_dims=tuple(dims))(
                 *given
             )
-        except Exception as error:  # what vmap cannot do, or what fails for some row, which is then found
+        except Exception as error:  # vmap cannot map it, or a row fails; single calls then find the row
             self._refused += 1
             if self._refused == _MOST_REFUSED:
                 _log.warning(
@@ -342,7 +341,8 @@ class TorchOp:
                 inputs = [tensors_of.tensor(value) for value in values]
                 if self._takes_cards:
                     self._check_place(inputs, names)
-                # PyTorch counts writes to a tensor. Inputs share memory with values of the graph, which never change.
+                # PyTorch counts writes to a tensor. Inputs share memory with values of the graph, which must not
+                # change.
                 versions = [x._version for x in inputs]
                 leaves = self._leaves(structure, call(inputs))
                 if versions != [x._version for x in inputs]:
@@ -379,7 +379,7 @@ class TorchOp:
                     inputs[index] = inputs[index].detach().requires_grad_()
                 before = tensors_of.random_state()
                 given = inputs
-                if self._rows:  # this is one of them
+                if self._rows:  # a single row
                     given = self._with_rows(inputs, names, 1)
                     grads = [grad[None] for grad in grads]
                 returned = self._called(given, names, arguments, self._buffers())
@@ -391,7 +391,7 @@ class TorchOp:
                 leaves = [x for x in nest.flatten(returned)[0] if isinstance(x, torch.Tensor)]
                 ends = [(leaves[i], grad) for i, grad in zip(reaching, grads, strict=True) if leaves[i].requires_grad]
                 found: Sequence[TorchTensor | None] = [None] * len(wanted)
-                if ends:  # else nothing depends on the inputs
+                if ends:  # else no result depends on the inputs
                     ys, grads_of_ys = zip(*ends, strict=True)
                     at = [inputs[index] for index in wanted]
                     found = torch.autograd.grad(ys, at, grads_of_ys, allow_unused=True)
@@ -412,7 +412,7 @@ class TorchOp:
 
     def _leaves(self, structure: nest.Structure, returned: Nest) -> list[TorchTensor]:
         if structure.kind in (tuple, list) and isinstance(returned, tuple | list):
-            returned = structure.kind(returned)  # either will do, as for @op
+            returned = structure.kind(returned)  # tuples and lists are interchangeable, as for @op
         try:
             return nest.flatten_like(structure, returned)
         except nest.StructureMismatch as error:

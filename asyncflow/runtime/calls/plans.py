@@ -192,14 +192,15 @@ class PlanCache:
             plan = kept.plans.get(request)
             if plan is not None:
                 return plan
-            # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
+            # Requests that arrive meanwhile share the compilation; cancelling one request does not cancel it for the
+            # others.
             key = (flips, request.graph.version, request)
             shared = self._compiling.get(key)
             if shared is None:
                 shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
                 shared.add_done_callback(partial(self._compiled, kept, key))
             task = asyncio.current_task()
-            asked = 0 if task is None else task.cancelling()  # it may have been, and have gone on
+            asked = 0 if task is None else task.cancelling()  # the task may have gone on after an earlier cancellation
             try:
                 plan = await asyncio.shield(shared)
             except asyncio.CancelledError:

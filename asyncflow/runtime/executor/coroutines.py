@@ -36,7 +36,7 @@ class Coroutines:
 
     def __init__(self, executor: PartitionRun) -> None:
         self._executor = executor
-        # With whose firings they are, and who is told of their ends.
+        # Tasks, each with its node and the callback for its end.
         self._tasks: dict[asyncio.Task[object], tuple[PlanNode, Callable[..., None]]] = {}
         self._grace: asyncio.TimerHandle | None = None
 
@@ -156,7 +156,7 @@ def leave_behind(tasks: Mapping[asyncio.Task[object], tuple[PlanNode, Callable[.
             message = (
                 f"{task.get_name()} ignores cancellation: {GRACE_S:g} s after it was cancelled, its coroutine "
                 f"function still waits at {place} (in {place.function}); the run ends without it. Let "
-                f"asyncio.CancelledError out of the function, and keep short what has to be done before"
+                f"asyncio.CancelledError out of the function, and keep its cleanup short"
             )
         _log.warning("%s", message)
         deliver(None, CancellationIgnoredError(message))

@@ -162,30 +162,30 @@ class Executor(PartitionRun):
             self.run.turn.drive_in_caller(self)
 
     def _drive(self, deadline_ns: int) -> bool:
-        # What is ready goes first. A suspended region comes behind it: others may wait for what is ready, and regions
-        # have no end that is known. Arrivals at an asynchronous device come last, since each holds up its stream until
-        # the copy is done. Names are local and a small kernel is called here, not in `_launch`, because thousands of
-        # firings pass in a turn of 1 ms: each further call or attribute is a good part of what a firing costs.
+        # Ready firings go first. Suspended regions come next: other work may wait for the ready firings, and no region
+        # has a known end. Arrivals at an asynchronous device come last, since each holds up its stream until the copy
+        # is done. Names are local and a small kernel is called here, not in `_launch`: thousands of firings pass in a
+        # turn of 1 ms. Each further call or attribute is a good part of the cost of a firing.
         scheduler = self.scheduler
         ready = scheduler.ready
         next_firing = scheduler.next_firing
         complete = scheduler.complete
-        # That of the run: a pooled loop asks whose activation it is.
+        # Kernels run in the run's context: a pooled loop reads there which run its activation belongs to.
         in_context = self.run.context.run
         quick = self.recorder is None
         small, light = _SMALL, _LIGHT
-        # Where nothing is waited for, an iteration has ended when it is launched, and other partitions wait to be told.
+        # On an asynchronous device an iteration ends when it is launched, and other partitions wait for that news.
         is_eager = self.asynchronous is not None
         charge = None if self.asynchronous is None else self.asynchronous.charge
-        # A clock costs as much as a small firing, so it is looked at once in a while: `budget` counts down by 1 for a
-        # small firing, by 8 for one that takes `_launch`, and by all for a region, which is a slice long.
+        # Reading the clock costs as much as a small firing, so it is read once in a while. `budget` falls by 1 for a
+        # small firing, by 8 for a firing that takes `_launch`, and to 0 for a region, which takes a slice.
         budget = _CHECK_EVERY
-        # The current firing, which has failed if something raises; None where no firing would be to blame.
+        # The current firing, which has failed if an exception is raised; None if no firing would be the cause.
         node = iteration = None
         inputs: Sequence[Value] = ()
         try:
             while True:
-                # Asked only where something is ready: most drives end behind the one firing that they launch.
+                # Called only if firings are ready: most drives end after launching a single firing.
                 firing = next_firing() if ready else None
                 if charge is not None and scheduler.routed:
                     charge("primitive", scheduler.routed)

@@ -77,7 +77,7 @@ class LoneFiring:
     def _wake(self) -> None:
         place = self._place
         if place is None:
-            return  # what is there is for others
+            return  # given up: the result belongs to the next place in line
         try:
             result = place.claim()
             if result is NOT_YET:
@@ -107,7 +107,7 @@ class LoneFiring:
     def stop(self) -> None:
         """Waits no more."""
         self.done = True
-        self._inputs, self.results = [], []  # an error that somebody keeps leads here
+        self._inputs, self.results = [], []  # a kept error refers to this frame
         if self._place is not None:
             place, self._place = self._place, None
             place.leave()

@@ -101,7 +101,7 @@ class PartitionRun(ABC):
                     number, partial(run.turn.enqueue, self), partial(run.turn.loop.call_soon, run.close)
                 )
 
-    # -- what it waits for -------------------------------------------------------------------------------------------
+    # -- awaited work ------------------------------------------------------------------------------------------------
 
     def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
         """Return a callback for work in flight, to be called once it has ended: `take` gets ``(value, error, ...)``.

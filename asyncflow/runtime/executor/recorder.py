@@ -45,7 +45,7 @@ class _Launched(NamedTuple):
         label, op, location = node.label, node.source.op.name, str(node.source.location)
         # Some devices tell of every kernel that a region launches.
         is_region = node.region is not None
-        # What has begun before it became ready was ready as it began.
+        # Work that began before its recorded ready time was ready when it began.
         after = sys.maxsize if self.scheduled_ns is None else self.scheduled_ns
         firings, samples = [], []
         # Past the constructors: a loop launches thousands of kernels.
@@ -323,7 +323,7 @@ class Recorder:
         the firing's time.
         """
         now = memory_sample(self._device.memory, self._device.swapping)
-        # On an asynchronous device the peak since the last look belongs to no one firing: they overlap.
+        # On an asynchronous device the peak since the last look belongs to no single firing: firings overlap.
         if self._device.asynchronous is None:
             most, _ = self._device.memory.lap(self)
             if most > now[0]:
@@ -334,7 +334,7 @@ class Recorder:
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
     if status != "ok":
-        return ""  # of a firing that failed or was cancelled there are none
+        return ""  # failed and cancelled firings have no outputs
     values = (result,) if node.single else result if isinstance(result, tuple) else ()
     return ", ".join(map(describe, values))
 

@@ -126,7 +126,7 @@ class Regions:
                 firing.learn()
             else:
                 executor.record_spans(firing.spans, device, node, iteration, ended.value)
-            if not executor.stopped:  # by somebody who was woken
+            if not executor.stopped:  # a caller woken meanwhile may have stopped it
                 executor.complete(node, iteration, firing.inputs, ended.value)
         except BaseException as error:
             self._record_part(firing, "inline", began, perf_counter_ns(), status="error")
@@ -151,7 +151,7 @@ class Regions:
 
     def _wake(self, firing: SlicedRegion) -> None:
         executor = self._executor
-        if firing in self._waiting and not executor.run.is_stopped:  # else what is there is for others
+        if firing in self._waiting and not executor.run.is_stopped:  # else the result belongs to the next place in line
             del self._waiting[firing]
             executor.in_flight -= 1
             self.suspended.append(firing)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def goes_to_a_thread(executor: PartitionRun, node: PlanNode, expected_ns: float) -> bool:
     """Return True if a firing of this expected time is not for the event loop."""
     if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
-        return False  # the next firing is taken when this one has changed what it changes
+        return False  # with logged picks, the next firing is picked after this one's effects
     if node.conduct.alone is not None and cast("CpuDevice", executor.device).lanes.holds(node.conduct.alone):
-        return True  # other work on the state that the kernel changes is under way
+        return True  # other work on the state that the kernel changes is in progress
     # An unknown time is measured on the loop if a thread might wait for itself.
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
 

@@ -92,21 +92,21 @@ class Waits:
 
     def _have_woken(self, place: PlaceInLine) -> None:
         run = self._executor.run
-        # In the run's context, as a batched call asks whose it is.
+        # In the run's context, where a batched call reads which run it belongs to.
         run.context.run(wake_on, run.turn.loop, place, partial(self._wake, place))
 
     def _wake(self, place: PlaceInLine) -> None:
         executor = self._executor
         if place not in self._places or executor.run.is_stopped:
-            return  # what is there is for others
+            return  # given up: the result belongs to the next place in line
         if executor.run.leaves_to_caller(partial(self._wake, place)):
-            return  # until its task comes, others may have it if the task is cancelled
+            return  # if the task is cancelled before it runs, the next place in line gets the result
         try:
             try:
                 result = place.claim()
             except Exception as error:
                 if isinstance(error, QueueClosedError):
-                    error.__traceback__ = None  # its frames lead to whoever closed the queue, and to what they hold
+                    error.__traceback__ = None  # its frames lead to the caller that closed the queue, and to its values
                 waiting = self._ended(place, None, "error")
                 executor.kernel_failed(error, waiting.node, waiting.iteration, waiting.inputs)
             else:

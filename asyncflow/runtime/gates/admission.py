@@ -317,13 +317,13 @@ class Admission:
         ticket = AdmissionTicket(cost, priority, deadline_s, queue=queue, admission=self)
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
-        # With no run in flight, what is held belongs to variables and constants: runs are measured above that.
+        # With no run in flight, all memory in use belongs to variables and constants: the baseline for runs.
         if self._accounts and queue.is_idle:
             self._look_at_idle()
         try:
             if not queue.offer(ticket, now_s):
                 ticket.turn = Waiter()
-                self._settle(queue, now_s)  # runs that give way to this one are told
+                self._settle(queue, now_s)  # tell the runs that give way to this one
         except OverloadedError:
             self.refused += 1
             raise

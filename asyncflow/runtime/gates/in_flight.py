@@ -133,7 +133,7 @@ class InFlight:
             return None
         if not (has_own_turn or self.turn.has_time()):
             return None
-        # It is over at once, so a deadline that has not passed will be kept.
+        # The call ends at once, so a deadline that has not passed will be met.
         if timeout is not None and self.turn.loop.time() >= asked_s + timeout:
             return None
         if self.atomic.claims and self.atomic.holds_up(plan.survey.states):
@@ -141,7 +141,8 @@ class InFlight:
         began_s = 0.0 if self.observers is None else self.observers.now()
         device = self._devices[plan.partitions[0].device]
         if call.node.conduct.is_user:
-            # What is begun is neither refused nor begun anew, and an observer sees the calls of a function in its run.
+            # A started call can be neither refused nor restarted, and an observer expects a function's calls inside its
+            # run.
             if is_part or self._has_places or self.observers is not None or self._has_limit:
                 return None
             made = run_user_call(call, device, values)
@@ -199,7 +200,7 @@ class InFlight:
         run.part.priority = ask.priority
         run.begun = passed.begun
         if ask.is_part or passed.number is not None:
-            self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
+            self.numbered_from -= 1  # run numbers, and so their random numbers, do not depend on batches
         elif ask.trace is not None and ask.trace.order is not None:
             ask.trace.order.begin(run.number, plan.placement.devices)
         if passed.claim is not None:
@@ -245,7 +246,7 @@ class InFlight:
                     ended.clear()
                     await ended.wait()
         except TimeoutError:
-            pass  # the caller stops what is left
+            pass  # the caller stops the remaining runs
 
     def close_all(self) -> None:
         """End runs in flight because the session closes."""

@@ -346,11 +346,12 @@ class RunQueue(Generic[R]):
 
     def decide(self, now_s: float) -> Iterator[tuple[R, AsyncflowError | None]]:
         """Yield each waiting run whose turn has come: it has started, or never will, for the error given."""
-        while self._refused:  # they are told even if no place is free
+        while self._refused:  # refused runs are told even if no slot is free
             yield self._refused.pop()
         while self._totals and len(self.in_flight) < self.max_runs:
             run = self._line.next(self._charge_s)
-            # A run that comes back has begun: gone or late, it has to end by itself, and give back what it holds.
+            # A run that comes back has begun: even if it is cancelled or late, it must end by itself and release its
+            # resources.
             if run.is_gone and not run.is_aside:
                 self.withdraw(run)
             elif run.may_be_late(now_s) and not run.is_aside:

@@ -167,11 +167,11 @@ class Runs:
             in_flight.check_drained()
         recorder = current_trace() if trace is None else _recorder(trace)
         asked_s = in_flight.turn.loop.time()
-        graph = call.request.home.ref()  # the caller may drop its own reference while the run goes on
+        graph = call.request.home.ref()  # the caller may drop its own reference during the run
         plan = call.plan if recorder is None and graph is not None and call.version == graph.version else None
         checked, begun, waits = None, None, False
         if plan is not None and plan.single_call is not None and not atomic:
-            # What needs no scheduler is over before anybody could wait for it.
+            # A single call without a scheduler ends before any caller could wait for it.
             checked, waits = call.check(values)
             if not (waits or plan.survey.read_on_host):
                 found = in_flight.run_single_call(plan, checked, timeout, asked_s)
@@ -219,7 +219,7 @@ class Runs:
                     if self.memory_turns is None and (ask.timeout is None or not plan.survey.only_awaits):
                         run = in_flight.start(plan, passing.values, ask, passing)
                         passing.taken, work = run.taken, run.wait()
-                        del run  # an error that a caller keeps leads here
+                        del run  # an error kept by the caller refers to this frame
                     else:
                         work = self._carefully(plan, passing)
                     fetched = await work
@@ -233,7 +233,7 @@ class Runs:
             finally:
                 if passing.claim is not None or passing.ticket is not None:
                     self._leave(passing, is_whole=is_whole)
-                # One that was refused leaves the trace that is there.
+                # A refused run does not overwrite the existing trace file.
                 if isinstance(trace, str | Path) and passing.is_checked and ask.trace is not None:
                     await call_beside(write_trace, ask.trace, Path(trace))
         except BaseException as error:
@@ -272,7 +272,7 @@ class Runs:
             plan, _ = await self._open(passing, values)
             run = in_flight.start(plan, passing.values, asked, passing)
             while (items := await channel.get()) is not None:
-                # The loop goes on with the same arrays, so the consumer gets copies.
+                # The loop goes on using the same arrays, so the consumer gets copies.
                 copies = await self.copies.of_results(items, shared=True)
                 found = zip(call.request.streamed, items, copies, strict=True)
                 yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in found])
@@ -287,7 +287,7 @@ class Runs:
                     run.stop("cancelled")
                     await run.wait()
             finally:
-                channel.discard()  # values left in the channel lead to the run, and the run to the channel
+                channel.discard()  # avoid a cycle: values in the channel refer to the run, and the run to the channel
                 self._leave(passing)
                 self._calls -= 1
                 in_flight.tell_ended()
@@ -304,7 +304,7 @@ class Runs:
         if not plan.survey.is_repeatable:
             await self.capture(call, values)
             return 0
-        # Graphs are captured where values of one kind come again: `sizes` make batches of several kinds.
+        # CUDA graphs are captured when shapes repeat, and each of `sizes` makes batches of another shape.
         times = WARM_UPS + 1 if any(getattr(node.kernel, "graphs", None) is not None for node in nodes) else 1
         made, number = times * sum(sizes), in_flight.begun + in_flight.numbered_from
         for size in [size for size in sizes for _ in range(times)]:
@@ -312,7 +312,7 @@ class Runs:
             for result in await asyncio.gather(*runs, return_exceptions=True):
                 if isinstance(result, BaseException):
                     raise result
-        if in_flight.begun + in_flight.numbered_from == number + made:  # or others have had numbers, too
+        if in_flight.begun + in_flight.numbered_from == number + made:  # else other runs have taken numbers, too
             in_flight.numbered_from -= made
         return made
 
@@ -389,7 +389,7 @@ class Runs:
                 plan = await self._plans.get(request, self._compile)
             if not inside:
                 if call.plan is not None and not plan.cost.recent_s:
-                    plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
+                    plan.cost = call.plan.cost  # the graph has grown, but the run does the same work
                 call.plan, call.version = plan, version
         if plan.survey.read_on_host or passing.waits:
             async with ask.in_time("what the run needs of other libraries and devices was not there"):
@@ -420,7 +420,7 @@ class Runs:
                         atomic.leave(claim)
                     raise
                 if claim is not None:
-                    return claim  # else others may have claimed what the run uses, meanwhile
+                    return claim  # else another run may have claimed its resources meanwhile
 
     async def _carefully(self, plan: Plan, passing: _GatedCall) -> list[Value]:
         """The values of a run that may not fit: beside runs of its plan that wait, too, or into a limited memory."""
@@ -433,7 +433,7 @@ class Runs:
         if turns is None or ask.atomic or is_recorded or is_part or not plan.survey.is_repeatable:
             run = in_flight.start(plan, passing.values, ask, passing)
             passing.taken, work = run.taken, run.wait()
-            del run  # an error that a caller keeps leads here
+            del run  # an error kept by the caller refers to this frame
             return await work
         waits = partial(ask.in_time, "runs that it does not fit into memory with did not end")
         return await turns.values(partial(self._attempt, plan, passing, turns, waits), waits, self._is_left_over)
@@ -454,7 +454,7 @@ class Runs:
             await self._claimed(plan, passing)
         passing.has_age = True
         run = in_flight.start(plan, passing.values, passing.ask, passing)
-        passing.number = run.number  # it draws the same again, and later runs what they draw in any case
+        passing.number = run.number  # the same number draws the same random numbers again
         return await run.wait()
 
     def _is_left_over(self) -> bool:
@@ -489,7 +489,7 @@ class Runs:
         if self.admission is not None:
             self.admission.close(why)
         if self.batches is not None and self.in_flight.turn.loop.is_closed():
-            self.in_flight.runs.clear()  # no callback will ever say that they have ended
+            self.in_flight.runs.clear()  # no callback will ever report their end
 
     def release(self) -> None:
         """Release plans and costs kept for later runs."""

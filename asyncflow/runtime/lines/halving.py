@@ -37,7 +37,7 @@ async def in_halves(
     """
     found: list[R] = []
     to_do = [whole]
-    del whole  # memory may be short: what is to be done again stands there once
+    del whole  # memory may be short: keep only one reference to members to compute again
     while to_do:
         part = to_do.pop()
         failure: Exception | None = None
@@ -47,6 +47,6 @@ async def in_halves(
             failure = error
         if failure is not None:
             part = failed(part, failure)
-            del failure  # and what its frames hold, which would be the context of the next one
+            del failure  # else it would be the next failure's context, and its frames would stay alive
             to_do += reversed(halves(part))
     return found

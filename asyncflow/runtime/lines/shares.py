@@ -35,7 +35,8 @@ class PriorityShares:
         if not self._owed:
             return min(costs)
         own = 1 - share_of(len(costs))
-        # Of those that are owed as much, the most important goes: a burst of single ones keeps its order.
+        # Among priorities owed the same, the most important goes first, so a burst with one request for each keeps its
+        # order.
         left = {each: self._owed.get(each, 0.0) - own * cost for each, cost in costs.items()}
         most = max(left.values())
         return min(costs) if most < 0 else min(each for each, owed in left.items() if owed == most)

@@ -179,7 +179,7 @@ class Run:
             self.executors[0].start(feeds)
             return
         self.is_in_caller = self.in_caller
-        # The first partition may be quiet before the second one has begun: only then is it known what is left.
+        # The first partition may be quiet before the second has begun, so the run decides only after all have started.
         self._is_busy = len(self.executors) > 1
         try:
             for executor in self.executors:
@@ -407,9 +407,9 @@ class Run:
         undrained, self._undrained = self._undrained, []
         self._is_busy = True
         for executor in undrained:
-            if executor.has_ended():  # as a value told that was fetched last
+            if executor.has_ended():  # known from the value fetched last
                 continue
-            # What was launched before a stop is not told apart from what other runs launched.
+            # After a stop, this run's launches are not distinguished from launches of other runs: wait for all.
             executor.when_done(None if executor.stopped else executor.launched, then=self.on_quiet)
         self._is_busy = False
         self.on_quiet()

@@ -241,10 +241,10 @@ class Scheduler:
         self.ready.clear()
         self.ended.clear()
         self.asks.clear()
-        # The traceback of a kept error leads here, and must not keep values as well.
+        # The traceback of a kept error refers to this object, which must not keep values alive.
         self.results = [None] * self.partition.n_fetches
         for iteration in list(self._live()):
-            # Undoes every reference cycle, so that the values are freed now and not by the collector.
+            # Break every reference cycle, so that values are freed now and not by the garbage collector.
             iteration.frame.newest = iteration.next = iteration.previous = None
             iteration.children = {}
         self._root = Frame(self.partition.root, None)
@@ -307,7 +307,7 @@ class Scheduler:
             self._count_down(position, target, iteration)
 
     def _deliver_controls(self, node: PlanNode, iteration: Iteration) -> None:
-        # As `_count_down`, which is not called: a straight line of effects passes here once for each.
+        # `_count_down`, inlined: a straight line of effects passes here once for each effect.
         pending = iteration.pending
         for position, target in node.controls:
             left = pending[position] - 1
@@ -324,7 +324,7 @@ class Scheduler:
             self._count_down(position, target, iteration)
         for position, slot, target, _ in merges:
             if iteration.values[slot] is not None:
-                continue  # a live input came first, and its number stands where dead ones would be counted
+                continue  # a live input came first; its number stands in the slot that counts dead inputs
             seen = (iteration.values[slot + 1] or 0) + 1
             iteration.values[slot + 1] = seen
             if seen == target.n_inputs:
@@ -399,7 +399,7 @@ class Scheduler:
             assert frame.oldest is not None
             self._arrive(node, value, dead, frame.oldest)
         if frame.pending_enters == 0:
-            # The last Enter may be all that held iteration 0 open.
+            # Only the last Enter may have held iteration 0 open.
             self._end_oldest(frame)
 
     def _enter_constant(self, node: PlanNode, value: Value, dead: Dead | None, frame: Frame) -> None:
@@ -462,7 +462,7 @@ class Scheduler:
     def _start_iteration(self, frame: Frame, node: PlanNode | None = None) -> Iteration:
         previous = frame.newest
         index = 0 if previous is None else previous.index + 1
-        # One more iteration than the body runs: the last only finds that the predicate fails.
+        # One more iteration than the body runs: the last one only evaluates the predicate.
         if node is not None and self.max_iterations is not None and index > self.max_iterations:
             assert previous is not None
             raise SchedulingError(TooManyIterations(frame.info.loop, self.max_iterations), node, previous)
@@ -497,14 +497,15 @@ class Scheduler:
                 self.ended.append((frame.info.acknowledges, oldest.counters()))
             frame.live -= 1
             working_set = frame.info.working_set
-            # With none live no iteration would ever end, and so free memory: the loop goes on, and fails if it must.
+            # With no live iteration, none would ever end and free memory: start one anyway, and fail if memory is
+            # short.
             if frame.parked and (not frame.live or working_set is None or working_set.fits(frame.live + 1)):
                 following = self._unpark(frame, oldest)
             if following is None:
                 self._end_frame(frame)
                 return
             following.previous = None
-            # A caller may still hold the ended one, and must not keep all that follow it.
+            # A caller may still hold the ended iteration, which must not keep all later ones alive.
             oldest.next = None
             oldest = following
 
@@ -512,7 +513,7 @@ class Scheduler:
         """Start the iteration that parked tokens wait for; return the iteration after `ended`."""
         parked, frame.parked = frame.parked, []
         started = self._start_iteration(frame, parked[0][0])
-        # Not done before all its first tokens are there.
+        # Keep it open until all of its first tokens have arrived.
         started.outstanding += 1
         for node, value in parked:
             self._arrive(node, value, None, started)

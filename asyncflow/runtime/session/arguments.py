@@ -135,7 +135,7 @@ class Parameters:
                     path = list(structure.paths(name))[index]
                     reason = error.reason if isinstance(error, GraphError) else error
                     raise type(error)(f"{self.owner}: argument {path}: {reason}") from error
-                except Exception as error:  # objects with __array__, __hash__ and the like raise what they like
+                except Exception as error:  # an object's `__array__`, `__hash__` and the like may raise anything
                     kind = a_kind(type(leaf))
                     raise FeedError(f"{self.owner}: argument {name}: {kind} cannot be read: {told(error)}") from error
         return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(arguments), tuple(nests)))
@@ -143,7 +143,7 @@ class Parameters:
     def _bound(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Nest]:
         """The argument of each parameter."""
         names = self._positional
-        if names is not None and not kwargs and len(args) == len(names):  # most calls; to ask the signature takes 2 us
+        if names is not None and not kwargs and len(args) == len(names):  # most calls; binding the signature takes 2 us
             return dict(zip(names, args, strict=True))
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -201,7 +201,7 @@ def _kind_text(kind: Kind) -> str:
 def _is_static(annotation: Any) -> bool:
     if typing.get_origin(annotation) is typing.Annotated:
         return _is_static(annotation.__origin__)
-    if isinstance(annotation, str):  # one that could not be evaluated
+    if isinstance(annotation, str):  # an annotation that could not be evaluated
         return annotation in [kind.__name__ for kind in _STATIC_TYPES]
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return all(member in (*_STATIC_TYPES, types.NoneType) for member in typing.get_args(annotation))

@@ -125,7 +125,7 @@ class CheckpointedSession(ABC):
         """
         self._bind()
         given = source if isinstance(source, Mapping) else as_path(source)
-        async with self._swapping:  # the one that was asked for last is the one that stays
+        async with self._swapping:  # in order of the calls: the last one wins
             versions = await self._checkpoints.new_versions(given, variables)
             await self._runs.versions.install(versions)
         return tuple(version.name for version in versions)

@@ -236,11 +236,11 @@ async def _recorded(
         log.end(error)
         status = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
-    finally:  # a run that failed is the one to be looked at
-        if log.run:  # it has begun
+    finally:  # failed runs are the most worth recording
+        if log.run:  # the run has begun
             await log.copied()
             text, why = _text_of(graph, resources.values())
-            # What is fed as a number or a string has its tensor's dtype in the run.
+            # Numbers and strings take the dtype of the fed tensor, as in the run.
             pairs = zip(call.request.feeds, values, strict=True)
             feeds = {tensor.name: np.asarray(value, tensor.dtype) for tensor, value in pairs}
             leaves = [] if status != "ok" else nest.flatten_like(call.structure, results, nested_leaves=True)

@@ -67,7 +67,7 @@ _forked: weakref.WeakSet[Session] = weakref.WeakSet()
 
 def current_session() -> Session | None:
     """The session whose ``async with`` block this code runs in, or None."""
-    # One that another task has left may still stand here.
+    # The list may still have sessions that another task has closed.
     return next((session for session in reversed(_current.all()) if session._runs.in_flight.closed is None), None)
 
 
@@ -87,7 +87,7 @@ class Session(CheckpointedSession, NotPickled):
     np.float32(42.0)
     """
 
-    __doc__ = with_arguments(__doc__, SessionOptions)  # for `help`; editors show what `taking` leads them to
+    __doc__ = with_arguments(__doc__, SessionOptions)  # for `help`; editors read the signature from `taking`
     _not_copied = "it has devices, threads and variables of its own; make another session"
     _instead = (
         "it has devices, threads and an event loop of this process; make a session in the other one, and send values "
@@ -110,14 +110,14 @@ class Session(CheckpointedSession, NotPickled):
         self.state = StateStore()
         self._options = options
         self._plans = PlanCache(options.plans)
-        # A variable stays on the device whose memory it is in, whatever else a later plan runs.
+        # A variable stays on the device whose memory it is in, whatever later plans run.
         has_memories = any(device.capabilities.own_memory for device in self.devices)
         homes: dict[Hashable, str] | None = {} if has_memories else None
         self._placed: dict[str, str] = {}
-        # Only then is there a choice that depends on what nodes cost.
+        # Without a limit, and with one device and stream, no choice depends on node costs.
         is_limited = any(device.memory.limit is not None for device in self.devices)
         has_choices = is_limited or len(self.devices) > 1 or options.compute_streams > 1
-        # Bound to no session: what runs hold must not keep one alive that was dropped.
+        # Not bound to the session: runs must not keep a dropped session alive.
         self._compile = partial(
             _compile,
             context=Context(
@@ -161,12 +161,12 @@ class Session(CheckpointedSession, NotPickled):
             elif restores_from is not None:
                 await self._checkpoints.start(as_path(restores_from))
         except BaseException:
-            if self._loop is None or restores_from is not None:  # else it goes on where it was entered before
+            if self._loop is None or restores_from is not None:  # else the session stays open, as it was entered before
                 await self.aclose()
             raise
         for session in _current.all():
             if session._runs.in_flight.closed is not None:
-                _current.leave(session)  # another task has left it
+                _current.leave(session)  # closed by another task
                 entered_stores.leave(session.state)
         _current.enter(self)
         entered_stores.enter(self.state)
@@ -175,7 +175,7 @@ class Session(CheckpointedSession, NotPickled):
     async def __aexit__(self, kind: object, *exc: object) -> None:
         _current.leave(self)
         entered_stores.leave(self.state)
-        # Nobody will look at the results of runs in flight once the block has failed.
+        # Once the block has failed, no caller reads the results of runs in flight.
         await (self.aclose() if kind is None else self.aclose(grace_s=0))
 
     def __enter__(self) -> NoReturn:
@@ -241,16 +241,16 @@ class Session(CheckpointedSession, NotPickled):
                 "from here asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.aclose(), that_loop))"
             )
         self._runs.refuse("the session is closed; make a new one")
-        # Last in, first out: runs end before what they use. Each step is done whatever becomes of those before it.
+        # Last in, first out: runs end before the resources they use. Each step is done even if an earlier step fails.
         async with AsyncExitStack() as closing:
             for device in self.devices:
                 closing.push_async_callback(device.aclose, _THREADS_END_S)
             closing.push_async_callback(self._runs.copies.aclose, _THREADS_END_S)
-            closing.callback(self._release)  # before the devices, which may then give back all their memory
+            closing.callback(self._release)  # before the devices close, so that they can return all their memory
             closing.push_async_callback(self._leave_containers)
             closing.push_async_callback(self.state.aclose)
             if self._saver is not None:
-                # It may have values of devices still to write.
+                # The saver may still have to write values of devices.
                 closing.push_async_callback(self._saver.stop, self._checkpoints)
             closing.push_async_callback(self._plans.aclose)
             closing.push_async_callback(self._runs.stop)
@@ -285,7 +285,7 @@ class Session(CheckpointedSession, NotPickled):
             async with asyncio.timeout(_THREADS_END_S):
                 await self.state.leave(holders)
         except TimeoutError:
-            pass  # they stay where they are, and alive: those who read them there wait
+            pass  # values stay on the devices, which stay alive; readers wait there
 
     def _release(self) -> None:
         self._plans.clear()
@@ -455,7 +455,7 @@ class Session(CheckpointedSession, NotPickled):
         Nodes are on the devices that `placement` has for their names.
         """
         in_flight = self._runs.in_flight
-        # Random draws count by the number of their run, and the next one gets that of the recorded run.
+        # Random numbers depend on the run's number: give the next run the number of the recorded run.
         in_flight.begun, in_flight.random_seed = number - 1, random_seed
         self._placed.update(placement)
         fetched: list[Value] = await self.run(fetches, feeds, trace=trace, allow_dead=True)
@@ -580,7 +580,7 @@ class Session(CheckpointedSession, NotPickled):
         note_ask()
 
         async def work(is_wanted: Callable[[], bool]) -> Nest:
-            self._bind()  # once more, on the loop: the session may have been closed since the other thread asked
+            self._bind()  # check again, on the loop: the session may have been closed since the call
             call, values = self._calls.of_run(fetches, feeds)
             return await self.run_call(call, values, timeout, priority=priority, is_wanted=is_wanted)
 
@@ -612,7 +612,7 @@ class Session(CheckpointedSession, NotPickled):
         self._bind()
         limit = self._options.max_runs
         most = limit if isinstance(limit, int) else None
-        given: object = sizes  # which callers may get wrong
+        given: object = sizes  # callers may pass a wrong type
         counts = given if isinstance(given, Sequence) else ()
         if not counts or any(type(n) is not int or n < 1 or (most is not None and n > most) for n in counts):
             upto = "" if most is None else f" up to max_runs={most}"
@@ -655,7 +655,7 @@ def _compile(
         ) from None
 
 
-# Threads do not live on in the child of a fork, so that a run there would wait for ever.
+# A forked child has no threads, so a run there would wait for ever.
 def _poison_after_fork() -> None:
     for session in list(_forked):
         session._runs.in_flight.closed = "this session belongs to the parent process: make a new one after a fork"

@@ -448,7 +448,7 @@ class Batcher(Generic[M]):
                 suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
                 if suspects:
                     return [suspects]
-            # All members have left, and the last decision is about other members than those that wait now.
+            # All suspects have left, and the last decision was not about the members that wait now.
             if not self._is_ready(lane, now_ns, is_idle):
                 return []
         if not lane.waiting.by_priority:
@@ -457,7 +457,7 @@ class Batcher(Generic[M]):
             return [lane.take(lane.chosen)]
         chosen, costs = lane.chosen, lane.costs
         explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
-        if explores:  # the size is another than the best known one
+        if explores:  # try another size than the best known one
             if costs.fits is not None:
                 costs.fits *= 2  # there may be more memory now
             chosen = min(len(lane), lane.most)

@@ -93,7 +93,7 @@ class BatchMember(ToldPlace):
         self.state = batches
         try:
             self._join(batches, part)
-        except Exception as error:  # of the user's, about a shape
+        except Exception as error:  # raised by a user's function of shapes
             self.outcome, self.is_called = error, True
         super().when_called(wake)
 
@@ -105,7 +105,7 @@ class BatchMember(ToldPlace):
         self.signature: Hashable = (shared, kind, self.home, *common_values(shared.has_rows, inputs))
         self.known = batches.known_of(shared)
         self.context = copy_context()
-        # Only a limit asks for it.
+        # Only `max_bytes` needs it.
         self.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
         self.offered_ns = batches.turn.clock()
         self.deadline_ns = inf
@@ -217,14 +217,14 @@ class Batches(TellingState):
         super().__init__()
         self.turn = turn
         self.bodies = bodies
-        # Members of one call may come back together: runs go on in the next pass, and clients wake up behind that. If a
-        # member that waited meanwhile did not wait for them, the two parties would have calls of their own for ever.
+        # Members of one call may call again together: runs go on in the next pass, and clients wake up after it. A
+        # member that waited meanwhile must wait for them, or the two groups would have separate calls for ever.
         self._back_by = 0
         """The number of the pass by which they are back."""
         self._left = 0
         """Number of members of the last call, which may come back soon."""
         self._batcher: Batcher[BatchMember] = Batcher(seed)
-        # A function goes with the graph that calls it.
+        # A function is dropped with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
         self.checked_share = 0.0
@@ -278,13 +278,13 @@ class Batches(TellingState):
         """Note that a member is not wanted any more: it leaves, or its result is dropped."""
         assert isinstance(place, BatchMember)
         if place.is_called:
-            return  # it has its result, or failed before it joined
+            return  # the member has its result, or failed before it joined
         call = self._batcher.withdraw(place.signature, place)
         run = None if call is None else self._runs_of.get(call)
         if run is not None:
             run.stop("cancelled")
         elif place.shared.has_loop or place.shared.batch.policy is not None:
-            self.turn.wake()  # its call may be overdue now, or the policy call the others
+            self.turn.wake()  # its call may now be overdue, or the policy may start a call without it
 
     def describe(self) -> str:
         """Return the number of members in words."""
@@ -310,9 +310,9 @@ class Batches(TellingState):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not (self._under_way or self._runs_of):  # else the session was dropped while they went on
+        if not (self._under_way or self._runs_of):  # else the session was dropped while calls were in progress
             self.steps.turns = StepTurns()
-            del self.pools.batches, self.vertex_pools.batches  # which lead back here
+            del self.pools.batches, self.vertex_pools.batches  # they refer back to this object
 
     def hurry(self) -> None:
         """Let no member wait for `max_delay_s` any more: the session ends, and no more will come."""
@@ -342,7 +342,7 @@ class Batches(TellingState):
         Returns:
             Whether members have been computed, each alone.
         """
-        # Asked in idle passes alone, and once each: a policy that says no again waits for something else.
+        # Asked once in each idle pass: a policy that refuses again waits for another event.
         if is_idle and self.steps.held_while_busy:
             self.steps.ask_held()
         if not self._batcher.lanes:
@@ -351,7 +351,7 @@ class Batches(TellingState):
         now_ns = turn.clock()
         for call in self._batcher.overdue(now_ns):
             self._rid_others_of(call)
-        # A pass in which members of the last call may still come back is not idle, though nothing else can go on.
+        # A pass is not idle while members of the last call may still call again, even if no other work is ready.
         if is_idle and turn.number < self._back_by and self._batcher.count() < self._left:
             turn.wake()
             is_idle = False
@@ -361,10 +361,10 @@ class Batches(TellingState):
         held_until_ns = partial(self._held_until_ns, now_ns) if self.steps.turns.is_contended else None
         for call in self._batcher.take(now_ns, is_idle=is_idle, held_until_ns=held_until_ns):
             for each in (call, *call.beside):
-                # In the context of a member: user code in the call sees the variables that its run was asked with.
+                # In the context of a member: user code in the call sees the context variables of its caller.
                 most = max(most, len(each.members))
                 each.members[0].context.run(self._start, each)
-            if turn.now() >= end:  # short calls are computed here: the event loop has its turn, and this goes on
+            if turn.now() >= end:  # short calls are computed here: give the event loop a turn, then go on
                 turn.wake()
                 break
         self._set_timer(now_ns)
@@ -387,7 +387,7 @@ class Batches(TellingState):
     def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
         """Compute the staying members of a call that takes too long again in halves, where that does no harm."""
         shared = call.members[0].shared
-        # If all have left, the call is being stopped: it has not failed, and only frees its lane.
+        # If all members have left, the call is being stopped: it has not failed, and only frees its lane.
         if len(call.members) == 1 or not shared.is_repeatable or all(member.is_gone for member in call.members):
             self._batcher.set_apart(call)
         else:
@@ -432,7 +432,8 @@ class Batches(TellingState):
         """Compute a batch once it has a plan, without members that have left meanwhile."""
         try:
             shared = call.members[0].shared
-            await self._plan(shared, len(call.members))  # takes a while: members may leave, and one alone needs another
+            # This takes time: members may leave meanwhile, and a single member needs another plan.
+            await self._plan(shared, len(call.members))
             staying = [member for member in call.members if not member.is_gone]
             if not staying:
                 self._batcher.failed(call, divisible=False)
@@ -521,15 +522,15 @@ class Batches(TellingState):
         try:
             if len(members) > 1:
                 for value in results:
-                    # A member's result is a part of the call's, and others have the parts beside it.
+                    # A member's result is a view of the call's result, whose other parts belong to other members.
                     if isinstance(value, np.ndarray):
-                        value.flags.writeable = False  # members have views of it
+                        value.flags.writeable = False  # members get views of it
             parts = list(shared.parts(results, fed, [member.inputs for member in members]))
         except Exception as error:
             self._failed(call, error)
             return
         now_ns = self.turn.clock()
-        # Before members are told, who may ask again at once: their lane is free by then.
+        # Before telling the members: they may call again at once, and then find their lane free.
         self._batcher.ended(call, now_ns - started_ns, now_ns)
         if self.steps.turns.is_contended:
             self._took(call, now_ns - started_ns, now_ns)
@@ -611,7 +612,7 @@ class Batches(TellingState):
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:
                 self.tell(member, of_firing(error) if isinstance(error, Exception) else cause)
-            del error, cause  # members raise it, and its traceback leads to this frame: that would be a cycle
+            del error, cause  # members raise the error, and its traceback refers to this frame: avoid a cycle
         self.turn.wake()
 
 

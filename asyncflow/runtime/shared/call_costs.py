@@ -191,7 +191,7 @@ class CallCosts(SizeTimes):
             mean_ns: how long they waited on average, if that is something else.
         """
         if self.threads > 1:
-            # Those who have theirs are served while others are computed, which then takes longer for that.
+            # Members with results go on while other parts are computed, which slows those parts down.
             weighed_ns = taken_ns if mean_ns is None else (taken_ns + mean_ns) / 2
             self._in_parts.setdefault(parts, SizeTimes()).observe(_size_class(size), weighed_ns)
         size = SizeTimes.observe(self, size, taken_ns)
@@ -212,12 +212,12 @@ class CallCosts(SizeTimes):
             return min(waiting, most)
         if not self._used or self._most != most:
             self._used, self._in_all, self._first, self._most = dict(self.taken_ns), [0.0], [0], most
-        waiting = min(waiting, 2 * most)  # more do not change what is best first
+        waiting = min(waiting, 2 * most)  # more members do not change the best first size
         if waiting >= len(self._first):
             alone = np.array([self.predict_ns(size) for size in range(1, most + 1)])
             for count in range(len(self._first), waiting + 1):
                 taken = alone[:count] + self._in_all[: -most - 1 : -1]
-                # The largest, if others are not clearly better: fewer calls, and what was measured differs as much.
+                # Prefer the largest size unless another is clearly better: fewer calls, and measurements vary as much.
                 size = len(taken) if (1 - _NEWS) * taken[-1] <= taken.min() else len(taken) - int(taken[::-1].argmin())
                 self._in_all.append(float(taken[size - 1]))
                 self._first.append(size)

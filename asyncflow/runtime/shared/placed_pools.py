@@ -133,7 +133,7 @@ class PlacedSteps:
             try:
                 await unread.run.values()
             except Exception:
-                pass  # what fails for rows that have ended is nobody's affair
+                pass  # rows that have ended have no caller to report a failure to
 
     async def _launch(self, group: Group, before: _Before) -> _StepAhead:
         pool = self._pool

@@ -199,16 +199,16 @@ class LoopPool(SharedWork):
         )
         self._placed = PlacedSteps(self)
         self._has_streams = False
-        # For so many passes of the event loop nobody has come or gone.
+        # Number of passes of the event loop since an activation last joined or left.
         self._calm = 0
         self._is_long = False
         """The last step took longer than a turn."""
         self._most_beside = np.array(1)
         """Number of steps that the run under way makes."""
-        # No row has made as many steps before the pool has made so many.
+        # Number of steps of the pool at which the first row may reach its limit of iterations.
         self._next_limit = inf if pools.max_iterations is None else 0
 
-    # -- as those see it who wait --------------------------------------------------------------------------------
+    # -- waiting activations -------------------------------------------------------------------------------------
 
     def join(self, activation: PooledActivation) -> None:
         """Add an activation that waits for its first step, or for the next after it was set aside."""
@@ -218,7 +218,7 @@ class LoopPool(SharedWork):
         self.rows.join(activation)
         self.come(activation.priority)
         if self.rows.live < self.shared.pool.capacity:
-            self._most_beside[...] = 1  # or as many as it has made
+            self._most_beside[...] = 1  # or the number of steps that it has made already
 
     def give_way(self, rank: float) -> None:
         """End the run under way after its present step, if steps of that rank go first."""
@@ -270,7 +270,7 @@ class LoopPool(SharedWork):
 
     async def wait_for_turn(self) -> None:
         """See `SharedWork.wait_for_turn`."""
-        # A short step takes the interpreter's lock from the others, on whichever thread.
+        # A short step holds the GIL, whichever thread it runs on.
         self.stepper.room = self._code.threads if self._is_long else 1
         self._is_long = False
         await super().wait_for_turn()
@@ -280,7 +280,7 @@ class LoopPool(SharedWork):
         rows, turn, code = self.rows, self.batches.turn, self._code
         before = rows.live
         rows.drop()
-        # With a policy, rows join by number alone: a single row is stepped in a group, as it may not stay alone.
+        # With a policy, rows join by count alone: a single row still steps in a group, as it may not stay alone.
         is_free = self.policy is None
         may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams and is_free
         alone = rows.single_out() if may_be_alone and rows.live < 2 else None
@@ -293,7 +293,7 @@ class LoopPool(SharedWork):
             await self._step_alone(code.one, rows.alone)
         end = turn.now() + _TURN_NS
         for group in list(rows.groups.values()):
-            if turn.now() > end:  # each of many groups may step for a turn
+            if turn.now() > end:  # let the event loop run between groups
                 await asyncio.sleep(0)
                 end = turn.now() + _TURN_NS
             if not group.rows:
@@ -307,7 +307,7 @@ class LoopPool(SharedWork):
                 # A step of one row without a row axis takes less time, but would copy what it changes.
                 steps = code.one if len(group.rows) == 1 and not self.shared.changed else None
                 await self._step(steps or code.many, group)
-        # Who has left may be about to join again.
+        # An activation that has left may be about to join again.
         self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
         if rows.is_empty:
             await self._placed.forget()
@@ -318,7 +318,7 @@ class LoopPool(SharedWork):
             return False
         if self.is_held:
             await self.wait_for_change()
-        await asyncio.sleep(0)  # others may join
+        await asyncio.sleep(0)  # other activations may join
         return True
 
     def _joining(self, steps: _Steps) -> int:
@@ -335,7 +335,7 @@ class LoopPool(SharedWork):
 
     def close(self) -> None:
         """See `SharedWork.close`."""
-        del self._placed  # it has this pool, which would be a cycle
+        del self._placed  # it refers to this pool: avoid a cycle
 
     async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
         """Has those leave that have joined a group and do not go on at all."""
@@ -350,7 +350,7 @@ class LoopPool(SharedWork):
         """Step a group: many times, as far as no other work waits for that; once where that fails, or for streams."""
         count, size, most = len(group.rows), group.size(), 1.0
         if self.shared.is_repeatable and not streamed:
-            # Where the pool is full, nobody can join before one leaves, which ends the call.
+            # In a full pool, no activation can join before another leaves, which ends the call.
             is_full = self.rows.live == self.shared.pool.capacity
             most = inf if is_full else 4 ** (self._calm + 2 * steps.is_one)
         values = group.inputs(0, count)
@@ -505,7 +505,7 @@ class LoopPool(SharedWork):
     def deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
         """Give activations that have ended their results."""
         ended.reverse()
-        while ended:  # and nobody's results are kept until others have used theirs
+        while ended:  # drop each result once it is delivered, not after all are used
             self.tell(*ended.pop())
 
     def fail_all(self, error: Exception) -> None:
@@ -515,13 +515,13 @@ class LoopPool(SharedWork):
 
     def _fail(self, activations: Sequence[PooledActivation], error: Exception) -> None:
         inside = ""
-        if isinstance(error, KernelError):  # rows, and the loop that makes the steps, are no iterations of a user's
+        if isinstance(error, KernelError):  # rows, and the loop of steps, are not iterations of the user's
             row = "" if error.__cause__ is None else row_of(error.__cause__)
             inside = _STEPS.sub("", error.tag).removesuffix(row).rstrip("/")
         for activation in activations:
             tag = f"{self.shared.label}/{self.rows.steps - activation.since}"
             self.tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
-        del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
+        del error  # members raise the error, and its traceback refers to this frame: avoid a cycle
 
     def end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
         """Fails all rows of a group: whose fault it was cannot be found out."""
@@ -560,7 +560,7 @@ class Pools(SharedWorks):
             streamed: values of the body that it hands out.
             stores_on: see `LoopPool`.
         """
-        # Those that hand out values are apart, as that is done from the host.
+        # Activations that stream values have pools of their own, as the host hands out the values.
         key = shared, streamed != (), stores_on, *common_values(shared.has_rows, inputs)
         pool = self._pool(key, shared, stores_on)
         activation = PooledActivation(pool, inputs, part, streamed)
@@ -568,7 +568,7 @@ class Pools(SharedWorks):
         if self.batches.steps.turns.is_contended:
             for other in self:
                 other.give_way(activation.priority)
-            self.batches.steps.look()  # its own pool may go now
+            self.batches.steps.look()  # its own pool may step now
         return activation
 
     def rejoin(self, key: Hashable, activation: PooledActivation) -> None:

@@ -116,7 +116,7 @@ class LeastTime:
         """Return until when `count` members wait where calls are not delayed; minus infinity for a call now."""
         if count >= self.batch.max_size:
             return -inf
-        if not is_idle:  # asked again once others have gone on
+        if not is_idle:  # asked again once other tasks have run
             return -inf if now_s >= halfway_s() else inf
         if self.is_ending or self.batch.cost == "none":
             return -inf
@@ -129,7 +129,7 @@ class LeastTime:
 
     def _delayed_until_s(self, waiting: Sequence[WaitingMember]) -> float:
         first = min(waiting, key=attrgetter("deadline_s"))
-        # What is known of costs may be wrong by much, and so half of the time until the deadline is kept.
+        # Predicted costs may be far off, so keep half of the time until the deadline in reserve.
         needed_s = LONG * self.costs.predict_ns(min(len(waiting), self.batch.max_size)) / 1e9
         last_s = min(first.deadline_s - needed_s, (first.since_s + first.deadline_s) / 2)
         return min(min(member.since_s for member in waiting) + self.batch.max_delay_s, last_s)

@@ -71,7 +71,7 @@ class StepWaits:
             return
         now_ns = self._turn.clock()
         for stepper in self.turns.next(now_ns):
-            self.waiting.admit(stepper)  # one whose task is cancelled ends its step with `gone`
+            self.waiting.admit(stepper)  # a stepper whose task is cancelled ends its step with `gone`
         wake_ns = self.turns.wake_ns(now_ns)
         if wake_ns < inf:
             self._timer = self._turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.look)

@@ -116,7 +116,7 @@ class VertexPool(SharedWork):
         elif self.policy is not None and self._line:
             self._arrived()
         if rows.groups:
-            # Who has ended with the step before goes on, and others come, while a thread computes this one.
+            # While a thread computes this step, members that ended with the previous step go on, and new members join.
             if self._ended:
                 self.batches.turn.loop.call_soon(self._deliver)
             await in_halves(list(rows.groups), self._compute, self._failed)
@@ -244,7 +244,7 @@ class VertexPool(SharedWork):
     def _fail(self, members: Sequence[VertexMember], error: BaseException) -> None:
         for member in members:
             self.tell(member, error)
-        del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
+        del error  # members raise the error, and its traceback refers to this frame: avoid a cycle
 
 
 class VertexPools(SharedWorks):

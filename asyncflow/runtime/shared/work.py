@@ -120,7 +120,7 @@ class SharedWork(TellingState):
     def close(self) -> None:
         """Let go of what leads back to the work: no step comes any more."""
 
-    # -- what is the same for all ------------------------------------------------------------------------------------
+    # -- common to all kinds of shared work --------------------------------------------------------------------------
 
     def places(self) -> list[PlaceInLine]:
         """Give all members."""

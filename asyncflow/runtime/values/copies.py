@@ -81,4 +81,4 @@ def _on_a_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> N
         threading.Thread(target=work, name="asyncflow:copies").start()
 
 
-work_beside(_on_a_thread)  # what waits in lines, in the room `state`
+work_beside(_on_a_thread)  # for waiting lines, in the room `state`

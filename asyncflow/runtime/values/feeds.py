@@ -78,7 +78,7 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
     """
     spec = tensor.spec
     if type(value) is np.ndarray and value.dtype is spec.dtype and value.ndim:
-        # Most feeds end here, with what the rest would give, at a fifth of its cost.
+        # Most feeds end here, with the result of the general path at a fifth of its cost.
         is_copied = value.flags.writeable and value.nbytes <= LARGE_BYTES
         if is_copied or _may_be_kept(value):
             if not is_compatible(value.shape, spec.shape):
@@ -91,7 +91,7 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         if isinstance(value, np.generic) and value.dtype == spec.dtype:
             return value
         fits = _NUMBERS.get(spec.dtype)
-        # A NaN is in no range, and left to those who ask more.
+        # A NaN is in no range, so the general path below takes it.
         if fits and isinstance(value, int | float) and type(value) is fits.kind and fits.least <= value <= fits.most:
             return spec.dtype.type(value)
     if isinstance(value, Tensor):
@@ -102,7 +102,7 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         array = _as_typed_array(tensor, value)
     except (FeedError, MemoryError):
         raise
-    except Exception as error:  # objects with __array__, __dlpack__ and the like raise what they like
+    except Exception as error:  # an object's `__array__`, `__dlpack__` and the like may raise anything
         raise refusal(tensor, value, f"it cannot be read: {told(error)}") from error
     shape = array.array.shape if isinstance(array, LargeFeed) else array.shape
     if not is_compatible(shape, spec.shape):

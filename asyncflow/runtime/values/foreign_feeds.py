@@ -45,7 +45,7 @@ def exchanged(value: Any) -> Array | ForeignArray:
             return _on_host(value)
     except NotExchangeable:
         raise
-    except Exception as error:  # libraries raise what they like
+    except Exception as error:  # other libraries may raise anything
         raise NotExchangeable(f"it cannot be read by DLPack: {error}") from error
     raise NotExchangeable(f"it is on a device of DLPack's type {int(memory)}; feed a copy in the memory of the host")
 

@@ -248,7 +248,8 @@ class Trace:
         self._memory = list(memory)
         # A launch of a simulated card adds a function here: to make its records takes as long as to simulate it.
         self._unmade: deque[Callable[[], _Records]] = deque()
-        # Two numbers: a thread that adds records and one that reads them would lose changes of the same number.
+        # Two counters: if one thread adds records while another reads them, changes to one shared counter could be
+        # lost.
         self._added = self._made = 0
         self._is_making = False
         self._inner: list[Trace] = []  # traces made inside the block, and not yet added

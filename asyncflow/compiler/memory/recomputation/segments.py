@@ -118,7 +118,7 @@ def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
             search = _Search(loop.graph)
         found = search.run(loop, saved[loop.name])
         yield found
-        if found.is_rewritten:  # the caller has rewritten it meanwhile: users of tensors are others now
+        if found.is_rewritten:  # the caller has rewritten the loop: the known users of tensors are out of date
             search = None
 
 
@@ -127,7 +127,7 @@ def loop_to_segment(loop: WhileNode) -> SegmentedLoop:
     return _Search(loop.graph).run(loop, None)
 
 
-# -- what may be rewritten -------------------------------------------------------------------------------------------
+# -- loops that may be rewritten -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class SegmentedLoop:
         walk = self.forward.graph.root.walk
         asked, before = {node.device for node in self.forward.body.walk() if node.device is not None}, set(walk())
         _Rewriting(self, length, kept).run()
-        if len(asked) == 1:  # what is new was asked for nowhere, and may be placed on another device
+        if len(asked) == 1:  # placement may put new nodes on another device, unless they ask for this one
             device = asked.pop()
             for node in walk():
                 if node not in before and node.device is None and node.op.kernel is not None:
@@ -373,7 +373,7 @@ class _Rewriting:
                 replaced.nodes[node] = around
                 replaced.tensors.update(zip(node.outputs, around.outputs, strict=True))
             ordered.append(around or node)
-            # In order: a gradient may read outputs of an earlier gradient, which has been replaced by then.
+            # In order: a gradient may read outputs of an earlier gradient, which is replaced by then.
             replaced.apply(ordered[-1])
         self.graph.nodes[:] = ordered
         replaced.apply_to_results(self.graph)
@@ -386,7 +386,7 @@ class _Rewriting:
         maker = body.results[place].node
         like = next(iter(self.found.saves.values()))
         new = detached_node(self.graph, NEW_STORE, (), _new_store(forward, like).attrs, forward, STORE)
-        # A loop, a parameter or a constant has no place of its own to stand beside: then the store has its own.
+        # Loops, parameters and constants have no device of their own: the store then chooses its own.
         is_plain = not isinstance(maker, StructuredNode) and maker.op not in (PARAMETER, CONSTANT)
         home = maker if is_plain else new
         home.colocated_with = home.colocated_with or home.name
@@ -428,11 +428,11 @@ class _Rewriting:
         values = self.run_again(outer, label, variables[reader.count], *found.outputs)
         starts = loop.inputs[: loop.n_vars]
         self.move(reader, outer, variables, values, found.outputs[1])
-        # One iteration at a time: values of two segments would be held at once.
+        # One iteration at a time: two would hold the values of two segments.
         made = _add_loop(condition, outer, starts, label, 1, loop)
-        graph.nodes.pop()  # `run` puts it where the gradient loop stood
+        graph.nodes.pop()  # `run` moves it to the place of the gradient loop
         made.device, made.colocated_with = loop.device, loop.colocated_with
-        # The loop around waits in its place: a node of a body may only wait for nodes of the same body.
+        # The outer loop waits instead: a node of a body may only wait for nodes of the same body.
         made.control_inputs, loop.control_inputs = loop.control_inputs, []
         return made
 
@@ -458,12 +458,12 @@ class _Rewriting:
         # Variables first, then stores: the results of the body below come in the same order.
         starts += [self.store(outer, place, save, first) for place, save in saves.items()]
         specs = [tensor.spec for tensor in starts]
-        # The predicate needs no more than the number: the segment's end has been decided by the forward loop.
+        # The predicate only compares the number: the forward loop has decided where the segment ends.
         counted = self.copied(condition, specs, places, BodyPart())
         end = condition.import_tensor(end)
         condition.results.append(_add(condition, LESS, [counted.value(self.number), end], {}, forward))
         again = self.copied(body, specs, places, self.part)
-        # Stores of a segment begin at 0, while the iterations keep their numbers.
+        # Stores of a segment start at index 0, but iterations keep their numbers.
         index = _add(body, SUBTRACT, [again.value(self.number), body.import_tensor(first)], {}, forward)
         body.results += [again.value(forward.body.results[place]) for place in places]
         for store, save in zip(body.inputs[len(places) :], saves.values(), strict=False):
@@ -500,7 +500,7 @@ class _Rewriting:
         variables = [body.add_input(spec, "var") for spec in specs]
         known = {self.forward.body.inputs[place]: x for place, x in zip(places, variables, strict=False)}
         repeat = Repeat(body, known, self.outside, self.found.owners)
-        # The number of the iteration comes first: whatever draws random numbers will ask for it.
+        # The iteration's number comes first: nodes that draw random numbers need it.
         first = part_for(self.forward, [self.number], before=False).nodes
         repeat.copy(node for node in self.forward.body.nodes if node in first)
         repeat.number = repeat.value(self.number)
@@ -524,7 +524,7 @@ class _Rewriting:
         captures = [
             (outer.import_tensor(x) if x not in places else values.get(places[x], first)) for x in loop.captures
         ]
-        # A capture whose store is gone needs some value until it is dropped, two lines on: the number has been given.
+        # Captures of removed stores get the iteration's number as a stand-in until they are dropped below.
         gone = [at for at, x in enumerate(loop.captures, loop.n_vars) if x in places and places[x] not in values]
         loop.graph, loop.inputs = outer, [*variables, *captures]
         for body in loop.subgraphs:
@@ -535,7 +535,7 @@ class _Rewriting:
         count = loop.body.results[reader.count]
         index = detached_node(loop.body, SUBTRACT, [count, start], {}, count.node, _NUMBER)
         loop.body.nodes.insert(loop.body.nodes.index(count.node) + 1, index)
-        # What was saved and is the same in all iterations is taken from where it is.
+        # Saved values that are the same in all iterations are captured instead.
         same = Replacements()
         for read, place in reader.reads.items():
             read.inputs[1] = index.outputs[0]

@@ -166,7 +166,7 @@ class SavedChange:
             buffers.add(buffer)
         return sizes
 
-    # -- what there is to choose from ---------------------------------------------------------------------------------
+    # -- candidates ---------------------------------------------------------------------------------------------------
 
     def is_free(self, value: Tensor) -> bool:
         """Return True if a value of the body needs no saving wherever the loop's stores are read."""
@@ -247,7 +247,7 @@ class SavedChange:
             for reader in readers:
                 places[reader.node.graph][reader.node] = reader
         for graph, here in places.items():
-            # By index: readers of one iteration share what is computed again, and it stands behind the first of them.
+            # By index: readers of one iteration share the recomputed values, which stand behind the first reader.
             again: dict[Tensor, _ComputedAgain] = {}
             replaced = Replacements()
             for reader in [here[node] for node in graph.nodes if node in here]:

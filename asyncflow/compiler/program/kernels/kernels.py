@@ -224,7 +224,7 @@ def bind_member(
     if vectors:
         return _uploading(kernel, vectors, device.xp, node.op.conduct.needs_context)
     operands = [index for index in range(len(node.inputs)) if index not in read]
-    # A store that gives up what is read cannot be read twice.
+    # A store that drops elements as they are read cannot be read twice.
     may_repeat = not node.op.conduct.needs_context and not has_variants(node.inputs)
     if operands and may_repeat and all(node.inputs[k].shape in ((), None) for k in operands):
         return _of_numbers(kernel, operands, device.xp)

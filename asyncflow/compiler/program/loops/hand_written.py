@@ -101,8 +101,8 @@ class HandWritten:
         self._odd_exits: set[Node] = set()
         self._collect(graph)
         self._find_odd_uses()
-        # Begins as if each frame were regular. Each round may refute that for some, which changes what is known of the
-        # nodes around and inside. Troubles and odd exits only become more, so this ends.
+        # Assume at first that each frame is regular. Each round may refute this for some frames, which changes the
+        # facts about nodes around and inside. Troubles and odd exits only grow in number, so this ends.
         is_settled = False
         while not is_settled:
             for node in self._order:

@@ -118,7 +118,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
             buffer = owner.get(tensor, tensor)
             last[buffer] = index
             if memory in (Memory.VIEW, Memory.WHOLE_VIEW):
-                if place == 0:  # of what it is a view; others say of which part
+                if place == 0:  # the first input is the viewed array; the others select the part
                     owner.update((output, buffer) for output in node.outputs)
             elif memory is not Memory.NEW:
                 kept.add(buffer)

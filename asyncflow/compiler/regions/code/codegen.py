@@ -130,7 +130,7 @@ class RegionGenerator(Source):
         self.put_line(self.region.nodes, self.region.outputs, block)
         if self.phases and self.phases[-1].is_loop and not is_light(self.phases[-1].nodes):
             self.phases.append(Phase(len(self.lines) + 1, []))
-            self.part(block)  # the loop's counter is gone with the function
+            self.part(block)  # a finished function has lost the loop's counter
         outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
         self.line(block, f"return ({outputs})")
         told = [] if self.held is None else self.tell_account()
@@ -169,7 +169,7 @@ class RegionGenerator(Source):
             return []
         places = self.held.places({self.names[tensor]: tensor.spec for tensor in self.region.inputs})
         if not (self.is_generator or any(place.stores for place in places)):
-            if places:  # the bytes held at each are known here
+            if places:  # held bytes are known here, at compile time
                 self.bound["passed"] = self.account.passed
             return [(place.line, "    " * place.depth + f"passed({place.most})") for place in places]
         if places:
@@ -194,7 +194,7 @@ class RegionGenerator(Source):
         for phase in self.phases:
             phase.line += bisect_left(before, phase.line)
         lines = list(self.lines)
-        for line, text in reversed(told):  # the numbers of earlier lines stay as they are
+        for line, text in reversed(told):  # from the end, so that earlier line numbers stay valid
             lines.insert(line, text)
         return lines
 
@@ -235,7 +235,7 @@ class RegionGenerator(Source):
         escaping = tuple(escaping)
         self.count(nodes, block)
         block.nodes, block.escaping = nodes, escaping
-        # On a card, where memory is short, buffers are kept for the iterations of a loop alone.
+        # Memory is scarce on a card, so there only iterations of a loop keep buffers.
         if self.decide is None and (block.loops or not self.enqueues):
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
             block.buffers = Buffers(uses, carried, on_card=self.enqueues)
@@ -312,7 +312,8 @@ class RegionGenerator(Source):
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
-            # A thread that goes on waits by itself; where steps only launch, others may have had it go on too early.
+            # A resumed thread waits by itself. Where steps only launch, other work may have resumed this function too
+            # early.
             again = "while" if self.enqueues else "if"
             waited = ", ".join(map(self.value, waits))
             self.line(block, f"{again} not swapping.is_at_rest and swapping.must_wait({waited}):")
@@ -321,14 +322,14 @@ class RegionGenerator(Source):
         if self.may_pause(node):
             expression = self.in_parts(node, expression, block)
         slot = None if own in self.lent else slot
-        if node.op.conduct.is_async:  # it waits in a line, or would be in no region
+        if node.op.conduct.is_async:  # it waits in a line; other asynchronous ops are not in regions
             expression = self.granted(node, expression, block)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
             self.line(block, expression, node)
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
-        # Saved values count since they were saved, or came back, and buffers since they were written first.
+        # Saved values count from when they were saved or came back; buffers count from their first write.
         is_again = slot not in (None, own) and len(self.slots) == n_slots
         counts = is_again or node.op is READ_SAVED or replaced is not None
         fresh: list[str] = []
@@ -448,7 +449,7 @@ class RegionGenerator(Source):
                 self.line(inner, f"{output} = {self.value(result)}")
             if self.held is not None:
                 self.held.named(outputs, [self.value(result) for result in branch.results])
-            if self.frees or self.account is not None:  # else a branch would keep what it made until it is taken again
+            if self.frees or self.account is not None:  # else a branch would keep its values until it is taken again
                 self.drop(made_by(set(branch.nodes), branch.results), inner)
             if len(self.lines) == before:
                 self.line(inner, "pass")
@@ -497,19 +498,19 @@ class RegionGenerator(Source):
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
             identity = self.bind_name(f"{loop.label}_loop", "loop", loop)
             self.line(inner.deeper(), f"raise TooManyIterations({identity}, {self.max_iterations})", node)
-        # Counted and checked with the new values bound: whoever stops the function here finds whole iterations done.
+        # Count and check after binding the new values: a stop here leaves only whole iterations.
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
         if self.held is not None:
             self.held.closes_loop(variables, counter, start, len(self.lines), block.depth)
         self.names.update(zip(node.outputs, variables, strict=True))
-        if lent:  # the caller's array is as it was, also if the loop was stopped midway
+        if lent:  # restore the caller's array, even if the loop stops midway
             self.line(outside, "except BaseException:")
             for own in lent:
                 self.line(block, f"{own}.restore()")
             self.line(block, "raise")
         self.put_release(owned, outside)
-        if not outside.loops:  # buffers of an inner loop serve its next activation, too
+        if not outside.loops:  # an inner loop reuses its buffers in its next activation
             self.put_release(self.slots[n_slots:], outside)
             self.spare_bytes = spare_bytes
 
@@ -525,8 +526,8 @@ class RegionGenerator(Source):
             passed = set(node.inputs[:n_vars]).difference(node.captures)
             self.drop([x for x in block.dead.get(index, ()) if x in passed], block)
             block.dead[index] = [x for x in block.dead.get(index, ()) if x not in passed]
-        # Predicate and body see the same names: a variable has one value at a time. Captures, behind the variables, are
-        # names of the code around, as nothing in the loop rebinds them.
+        # Predicate and body share names, as a variable has one value at a time. Captures keep the names of the outer
+        # code, as the loop never rebinds them.
         for part in node.subgraphs:
             self.names.update(zip(part.inputs, variables, strict=False))
             for captured, outer in node.captured(part).items():
@@ -537,7 +538,7 @@ class RegionGenerator(Source):
         """Add the body of a loop, and rebind its variables; `outside` is the block around the loop."""
         body = node.body
         carried = frozenset(self.in_place(node, self.can_write, carried_results))
-        # The code keeps the present value of such a variable, as the one after the next is written over it.
+        # The code keeps such a variable's current value: the value after the next is written into its memory.
         block.variables -= {x for x, result in zip(body.inputs, body.results, strict=False) if result in carried}
         read = {*outside.escaping, *(x for each in outside.nodes for x in each.inputs)}
         kept = [place for place, output in enumerate(node.outputs) if output in read]
@@ -551,7 +552,8 @@ class RegionGenerator(Source):
             self.put_line([*nodes, *for_next], body.results, block, carried, (len(nodes), end))
         for variable, result in zip(variables, body.results, strict=True):
             if block.buffers is not None and result in block.buffers.slots and result in carried:
-                # What the variable holds is dead; the value it had before the first iteration is not ours.
+                # The variable's old value is dead and its memory can be reused, but the initial value belongs to the
+                # caller.
                 slot, (_, counter) = block.buffers.slots[result], block.loops[-1]
                 self.line(block, f"{slot} = {variable} if {counter} else None")
                 if self.held is not None:
@@ -615,8 +617,8 @@ class RegionGenerator(Source):
         is_lent = (
             initial.node.op is FEED
             and initial.node.attrs.get("is_lent", False)
-            and self.track is None  # what counts memory may fail when the loop has ended
-            and block.depth == 1  # in a loop, the next iteration would find it changed
+            and self.track is None  # memory accounting may fail after the loop
+            and block.depth == 1  # in an outer loop, the next iteration would find it changed
             and sum(x is initial for x in read) == 1
         )
         if is_lent:

@@ -410,7 +410,7 @@ class HeldBytes:
             fullest = max(fullest, self._most, key=sum)
             self._unsure |= self._assigned - variables
         self._loops -= 1
-        if self._has_shrunk:  # what was saved goes: the first iterations hold most
+        if self._has_shrunk:  # saved values are dropped, so the first iterations hold most
             self._found[start, "start"] = at_start._replace(ahead=self._ahead(fullest.less(began)))
         if self._has_grown or not self._loops:
             self._tell(end, depth, "end")
@@ -422,7 +422,7 @@ class HeldBytes:
 
     def _branch(self, branch: Sequence[_Happening], outputs: frozenset[str]) -> None:
         other = {name: self._names.get(name) for name in outputs}
-        self._unsure |= outputs  # whose names the other branch alone has bound
+        self._unsure |= outputs  # names that only the other branch has bound
         outside, self._assigned = self._assigned, set()
         self._play(branch)
         self._drop(self._assigned - outputs)
@@ -437,7 +437,7 @@ class HeldBytes:
                         each.is_mixed = True
 
     def _tell(self, line: int, depth: int, why: str) -> None:
-        # What was held outside loops is told where that is fullest.
+        # Outside loops, the peak is told at the fullest line, not at stops.
         ahead = _NOTHING if why == "stop" and not self._loops else self._most.less(self._total)
         how = "pause" if why == "stop" else "tell_often" if self._loops else "tell"
         told = self._told(line, depth, ahead)._replace(how=how)

@@ -121,7 +121,7 @@ def capture(raw: Raw, record: Callable[[], Result]) -> tuple[Raw, Result]:
             _abandon(raw)
             raise
         finally:
-            requests.kernels = launched  # these are in the graph
+            requests.kernels = launched  # captured kernels have not been launched
         return raw.end_capture(), result
 
 
@@ -141,8 +141,8 @@ def capture_in_slices(
     Raises:
         Exception: raised by `work`, or by the beginning or the end of the capture.
     """
-    # Not the compute stream: work and events that others give to it between two slices would be part of the graph. No
-    # memory is allocated for this stream, so its address may be another stream's later.
+    # Not the compute stream: other work given to it between two slices would become part of the graph. No memory is
+    # allocated for this stream, so a later stream may get its address.
     raw = cupy.cuda.Stream(non_blocking=True)
     raw.begin_capture()
     budget: int | None = None
@@ -153,7 +153,7 @@ def capture_in_slices(
             budget = slice_budget(launches, (yield))
         except StopIteration as ended:
             return raw.end_capture(), ended.value
-        except BaseException:  # also if the run is cancelled while this is stopped
+        except BaseException:  # including cancellation of the run while this is suspended
             work.close()
             _abandon(raw)
             raise
@@ -162,7 +162,7 @@ def capture_in_slices(
 def _abandon(raw: Raw) -> None:
     try:
         raw.end_capture()
-    except Exception:  # what broke the capture is being raised already
+    except Exception:  # the error that broke the capture is being raised already
         _log.debug("a broken capture was ended", exc_info=True)
 
 
@@ -234,7 +234,7 @@ def apart(cupy: Cupy, memory: GraphMemory, inputs: Sequence[Value], outputs: Seq
     for value in outputs:
         if isinstance(value, ndarray):
             value = without_gaps(cupy, value)
-            # Memory with a home is not the graph's: the output is a constant.
+            # Memory with a home does not belong to the graph: the output is a constant.
             is_part = value.base is not None or id(value.data.mem) in seen or home_of(value) is not None
             if is_part or not memory.has_alone(value):
                 with memory.alone():
@@ -322,7 +322,8 @@ class RegionGraph:
         ndarray = cupy.ndarray
         self._cupy = cupy
         self._raw = raw
-        # Buffers keep their blocks as well, but a region may have none: temporaries are at addresses of the graph, too.
+        # Buffers also keep their blocks alive, but a region may have none, and the graph has addresses of temporaries
+        # as well.
         self._memory = memory
         self._code = code
         self._graph = graph
@@ -375,10 +376,10 @@ class RegionGraph:
                 buffer_for(cupy, value) if isinstance(value, ndarray) or place in code.numbers else value
                 for place, value in enumerate(inputs)
             ]
-            # The graph keeps the buffers, not their arrays: references to these tell whether a reader has one.
+            # The graph keeps the buffers, not their arrays: references to an array show that a reader has it.
             variables = [buffer.array for buffer in place]
             outputs, left = yield from code.steps(starts, variables)
-            # A variable that was not written needs no store.
+            # Unchanged variables need no store.
             ends = [None if end is start else end for end, start in zip(left, variables, strict=True)]
             kept = stored(cupy, cupy.cuda.get_current_stream(), place, outputs, ends)
             return starts, apart(cupy, memory, starts, kept)
@@ -398,7 +399,7 @@ class RegionGraph:
             NotLaunchedError: the card has refused it; nothing was launched.
         """
         cupy, raw, lending = self._cupy, self._raw, self._lending
-        with capturing:  # readers on other threads find written values once the launch is behind it
+        with capturing:  # readers on other threads wait here until the launch is in the stream
             if not lending.may_launch():
                 return None
             copies = [] if lending.is_on else [empty_as(cupy, output.array) for output in lending.outputs]
@@ -454,7 +455,7 @@ class CapturedRegion:
     slices: int = field(default=0, init=False)
     graphs: GraphCache[RegionGraph] = field(init=False)
     _variables: RegionVariables = field(init=False)
-    _has_lost: bool = field(default=False, init=False)  # a graph whose outputs are held for good
+    _has_lost: bool = field(default=False, init=False)  # True once the outputs of a graph were held for good
 
     def __post_init__(self) -> None:
         self.graphs = GraphCache(self.label, self.pool.graphs)
@@ -491,7 +492,7 @@ class CapturedRegion:
                 with self.graphs.rehearsing():
                     yield from self.code.steps(inputs, [variable.given() for variable in self.code.variables])
             except MemoryLimitExceeded as error:
-                error.__traceback__ = None  # a run may have values move to the host, which a graph does not
+                error.__traceback__ = None  # not an error of the run: without a graph, it may move values to the host
                 return ()
             place = variables.choose() if self.graphs.may_begin(key) and self._key(inputs) == key else None
             if place is not None:
@@ -520,13 +521,14 @@ class CapturedRegion:
         own = None if graphs.is_refused else key_of(inputs, self.cupy.ndarray, self.code.numbers)
         has_captured = False
         while not graphs.is_refused:
-            # The place is looked for in each round: other runs may have moved the variables while this one captured.
+            # Search the place in each round: other runs may have moved the variables during the capture.
             kinds = variables.kinds()
             key = None if own is None or kinds is None else (*own, *kinds)
             place = None
             if graphs.has_graph(key):
                 place = variables.choose()
-                # Both buffers of a variable are in use: to wait for one would hold up a run that can be launched.
+                # None if both buffers of a variable are in use: waiting for one would delay a run that can launch
+                # without a graph.
                 if place is None:
                     return None
                 graph = graphs.find(key, place)
@@ -544,7 +546,8 @@ class CapturedRegion:
                 return None
             with graphs.capturing(key, place) as keep:
                 keep((yield from self._captured(inputs, place)))
-            # Other runs may have changed the variables meanwhile, even their shapes: there may be no graph for those.
+            # Meanwhile other runs may have changed the variables, even their shapes: no graph may exist for the new
+            # shapes.
             has_captured = True
         return None
 

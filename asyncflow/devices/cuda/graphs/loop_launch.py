@@ -137,7 +137,7 @@ class WhileLauncher(CoroutineKernel):
             most, iterated = host.in_one_block(self._launch, variables, captures, done)
             if iterated is None:
                 break
-            began = monotonic()  # what was captured and compiled before is no part of it
+            began = monotonic()  # excludes time for capture and compilation
             state = (await host.fetched(iterated.state)).tolist()
             count, outcome = state[:2]
             if outcome == FULL:

@@ -101,7 +101,7 @@ class CudaCopies:
         device = self._device
         device.check()
         try:
-            # h2d would be part of the capture, with its tickets
+            # the copy stream and its tickets would become part of the capture
             if active.stream is not None and device.cupy.cuda.get_current_stream().is_capturing():
                 raise NotCapturableError(f"it copies {name!r} from the host")
             buffer = self._pinned(value.nbytes)
@@ -136,7 +136,7 @@ class CudaCopies:
             landing = Landing(array, device.compute)
             landed = self._copy_in(landing, 0, buffer, name)
         except Exception:
-            buffer.free()  # at once: others wait for it, and the traceback would keep it
+            buffer.free()  # now: other copies wait for it, and the traceback would keep it
             raise
         return CudaArray(array, device, self._h2d, name, landed, landing)
 
@@ -165,7 +165,7 @@ class CudaCopies:
                 with recording(device, spans):
                     landed = self._copy_in(landing, start, buffer, name)
             except Exception:
-                buffer.free()  # at once: others wait for it, and the traceback would keep it
+                buffer.free()  # now: other copies wait for it, and the traceback would keep it
                 raise
         return CudaArray(array, device, self._h2d, name, landed, landing)
 
@@ -190,7 +190,7 @@ class CudaCopies:
             self._spawn(self._fetch_in_pieces(value, self._device.recorded()), deliver)
             return
         source = value.stream
-        # Behind everything that its stream has been given: then the end of the copy is the end of all that.
+        # On the value's stream the copy follows all earlier work, so its end is the end of that work.
         is_last = not value.is_recorded
         stream = source if is_last and self._is_in_order(buffer, self._d2h) else self._d2h
         try:
@@ -220,7 +220,7 @@ class CudaCopies:
             else:
                 try:
                     result = read()
-                except Exception as failure:  # no memory: those who wait get this error
+                except Exception as failure:  # out of memory: the waiting callers get this error
                     error = failure
             deliver(result, error)
 
@@ -244,7 +244,7 @@ class CudaCopies:
         try:
             for start in range(0, value.nbytes, self._piece):
                 part = flat[start : start + self._piece]
-                # Nobody waits for room while holding some: two of them might wait for each other.
+                # A copy lands its pieces before it waits for room: two copies that hold room could deadlock.
                 while coming and (len(coming) == _AHEAD or self._slab.largest_hole < part.nbytes):
                     await self._land(*coming.popleft())
                 buffer = await self._room(part.nbytes)
@@ -253,7 +253,7 @@ class CudaCopies:
             while coming:
                 await self._land(*coming.popleft())
         finally:
-            for _, buffer, done in coming:  # there are none, unless something failed
+            for _, buffer, done in coming:  # empty, unless a copy failed
                 done.add_done_callback(_freeing_after(buffer))
         return as_scalar(result)
 
@@ -335,7 +335,7 @@ class CudaCopies:
         else:
             peer.hold(landing, there, *holds)
         written = peer.record()
-        written.given = peer.work.given  # no launch is under way on this stream
+        written.given = peer.work.given  # no launch is in progress on this stream
         return CudaArray(here, device, peer, name, written, landing)
 
     def _copy_from_card(self, card: int, target: int, origin: int, nbytes: int, name: str) -> None:
@@ -367,7 +367,7 @@ class CudaCopies:
             memory = array.data.mem
             landings.append(Landing(array, home_of(array) or compute))
             copies.append((buffer.ptr + start, memory.ptr, memory.size))
-        for stream in {stream for _, stream, _ in values}:  # one event of each is behind the writers of all
+        for stream in {stream for _, stream, _ in values}:  # an event recorded on each stream follows all writers
             d2h.wait(stream.record())
         d2h.work.given += len(copies)
         with self._card, self._device.timed(d2h, name, sum(nbytes for _, _, nbytes in copies)):
@@ -444,7 +444,7 @@ class CudaCopies:
         self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str, role: str = ""
     ) -> None:
         stream.work.given += 1
-        # Quicker than to make the stream current, too.
+        # Faster than making the stream current as well.
         with self._card, self._device.timed(stream, name, nbytes, role):
             self._runtime.memcpyAsync(target, origin, nbytes, kind, stream.raw.ptr)
         self._device.launched += _LAUNCHES
@@ -475,7 +475,7 @@ class CudaCopies:
 
         def given(buffer: PinnedBuffer) -> None:
             try:
-                loop.call_soon_threadsafe(take, buffer)  # the slab is that of other threads' sessions, too
+                loop.call_soon_threadsafe(take, buffer)  # sessions on other threads share the slab
             except RuntimeError:
                 if not loop.is_closed():
                     raise
@@ -521,7 +521,7 @@ def _enable(cupy: Cupy, card: int, other: int) -> None:
             try:
                 runtime.deviceEnablePeerAccess(other)
             except runtime.CUDARuntimeError as error:
-                if error.status != _ALREADY_ENABLED:  # copies take the way through the host, then
+                if error.status != _ALREADY_ENABLED:  # copies then go through the host
                     _log.info("card %d cannot reach the memory of card %d: %s", card, other, error)
 
 
@@ -534,7 +534,7 @@ _cards: dict[Cupy, set[int]] = {}
 
 def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], None]:
     def free(done: asyncio.Future[None]) -> None:
-        done.exception()  # somebody else has raised it
+        done.exception()  # retrieved here, as the caller has already raised an error
         buffer.free()
 
     return free

@@ -125,7 +125,7 @@ def view(cupy: Cupy, foreign: ForeignArray) -> tuple[CupyArray, Raw]:
             cupy.cuda.runtime.streamWaitEvent(cupy.cuda.get_current_stream(foreign.card).ptr, foreign.written.ptr)
         if not array.flags.c_contiguous:
             array = cupy.ascontiguousarray(array)
-        written = cupy.cuda.Event(disable_timing=True)  # of those that a thread can sleep on a stream takes few
+        written = cupy.cuda.Event(disable_timing=True)  # spins: a stream has few events on which a thread can sleep
         written.record()
     return array, written
 
@@ -207,7 +207,7 @@ class Exchange:
         if min(array.strides, default=0) < 0:
             array = self._device.copies.contiguous(value, is_copy=True)
         for current in (cupy.cuda.get_current_stream(card), cupy.cuda.get_current_stream()):
-            current.wait_event(value.written.point.raw)  # `__dlpack__` looks at the stream of whichever card is current
+            current.wait_event(value.written.point.raw)  # `__dlpack__` reads the stream of the current card
         memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self.returned.append), card)
         return cupy.ndarray(array.shape, array.dtype, cupy.cuda.memory.MemoryPointer(memory, 0), array.strides)
 
@@ -217,13 +217,13 @@ class Exchange:
         Ordering: after what CuPy's and PyTorch's current streams have been given so far.
         """
         if active.stream is not None:
-            return  # inside a block of ours, nobody can see whose stream was the current one
+            return  # inside one of our blocks, the caller's current stream is hidden
         device = self._device
         returned = [self.returned.popleft() for _ in range(len(self.returned))]
         try:
             self._catch_up()
         except RuntimeError as error:
-            device.cause_of(error)  # notes that the device is lost, which whoever launches next is told
+            device.cause_of(error)  # notes that the device is lost, and the next launch raises
         del returned
 
     def _catch_up(self) -> None:

@@ -48,7 +48,7 @@ class Passage:
             self._roomless.append((nbytes, then))
         if self._is_growing or self._is_refused:
             return
-        if self._roomless or self.slabs.is_low(self._host.limit):  # ahead of need, as nobody waits in `make_room`
+        if self._roomless or self.slabs.is_low(self._host.limit):  # grow ahead of need, as `make_room` does not wait
             self._is_growing = True
             self.submit(self.slabs.grow, (nbytes,), self._has_grown)
 

@@ -39,7 +39,7 @@ PINNED_BYTES = 256 * 2**20
 
 PINNED_SHARE = 0.25
 
-_PORTABLE = 1  # cudaHostAllocPortable: page-locked for every card, not just the one that is current
+_PORTABLE = 1  # cudaHostAllocPortable: page-locked for every card, not only the current one
 
 Call: TypeAlias = "Callable[[PinnedBuffer], object]"
 
@@ -184,7 +184,7 @@ class PinnedSlab:
 
     def serve(self) -> None:
         """Hand buffers to waiting calls, in the order of their requests, as far as there is room."""
-        while self._waiting:  # who comes to wait after this look serves himself
+        while self._waiting:  # a call added after this check runs `serve` itself
             with self._lock:
                 self._settle()
                 if not self._waiting:
@@ -203,7 +203,7 @@ class PinnedSlab:
         Raises:
             RuntimeError: buffers are on loan: a card may be writing into them.
         """
-        self.serve()  # there may be room that nobody was told of
+        self.serve()  # buffers dropped without `free` may have left room for waiting calls
         with self._lock:
             lent = self.nbytes - self.free_bytes
             if lent:

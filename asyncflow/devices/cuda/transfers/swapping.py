@@ -101,7 +101,7 @@ class CudaSwapping(Swapping):
         self._is_bringing = self._is_bringing_wanted = False
         self._last_end_ns = 0
 
-    # -- what can move -------------------------------------------------------------------------------------------
+    # -- movable values ------------------------------------------------------------------------------------------
 
     def movable(self, value: Value) -> Movable | None:
         """Return how an array with device memory of its own can be moved; None for other values."""
@@ -332,7 +332,8 @@ class CudaSwapping(Swapping):
         if run is None and self._absent:
             return False
         with self._locked():
-            # The oldest first, whose copies end first; and no more, since what is leaving may still be wanted here.
+            # The oldest first, as their copies end first; and no more than needed, since a leaving value may still be
+            # read here.
             for handle in [*self._flights]:
                 if self.gate.may_go_on(run):
                     return True
@@ -350,7 +351,7 @@ class CudaSwapping(Swapping):
             return False
         if active.stream is not None and self._device.cupy.cuda.get_current_stream().is_capturing():
             return False
-        if self._is_bringing:  # inside the lock; what is only copied ahead pushes nothing out
+        if self._is_bringing:  # inside the lock; a prefetch pushes no value out
             return self._is_bringing_wanted and self._free(nbytes)
         with self._locked():
             return self._free(nbytes)
@@ -361,7 +362,7 @@ class CudaSwapping(Swapping):
         for handle in [*self._flights]:
             if before - account.used < nbytes:
                 self._leave_early(handle)
-        # Before values that may move: each of those costs two copies, and this one event.
+        # Before other values that may move: each of them costs two copies, but held memory costs one event.
         if (missing := nbytes - before + account.used) > 0:
             self._device.hand_over(missing)
             # A graph can be made again, which costs less than two copies of a value in each run.

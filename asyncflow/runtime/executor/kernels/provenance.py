@@ -66,15 +66,16 @@ def as_kernel_error(
     if body is not None:
         error = body.error
     if isinstance(error, DeviceLostError):
-        # No fault of the node's: whatever came next would have failed.
+        # Not the node's fault: any next kernel would have failed.
         error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
         return error
     described = _described(inputs)
-    # Our own errors are told by their message alone, another run's `KernelError` and everybody else's with their kind.
+    # Show our own errors by their message alone; show another run's `KernelError`, and errors of other code, with their
+    # kind.
     is_ours = isinstance(error, AsyncflowError | TooManyIterations | MemoryLimitExceeded)
     reason = str(error) if is_ours and not isinstance(error, KernelError) else told(error)
     if body is not None:
-        reason = body.inner.reason  # which may count axes as those of a row
+        reason = body.inner.reason  # it may count axes as axes of a row
     if isinstance(error, GraphError):
         reason = error.reason  # no line of the user's is on the stack
     if body is None and attempt_of(error):

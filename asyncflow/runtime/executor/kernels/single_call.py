@@ -175,7 +175,7 @@ class CountedCall:
         inputs = self._call.inputs(feeds)
         if node.conduct.needs_context:
             inputs.insert(0, _NO_CONTEXT)
-        started = thread_time_ns()  # the processor's: what is no longer than it was belongs on the event loop still
+        started = thread_time_ns()  # processor time: a call that was only preempted still belongs on the event loop
         try:
             output = self._quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
             if node.way == FiringWay.SLICED:

@@ -166,9 +166,9 @@ class SlicedRegion:
             self.hold_ns = max(self.hold_ns, taken)
         self.is_watched = (self.is_suspect and not self.is_proved) or begins_loop
         if self.place is not None:
-            self.budget = spent  # no more: it has not been measured
+            self.budget = spent  # no more: the rest has not been measured
             return now
-        # What iterations took so far says nothing about those of another loop.
+        # Times of earlier iterations say nothing about another loop.
         most = min(spent * _GROWTH, _MOST_STEPS)
         self.budget = 1 if begins_loop else max(1, min(most, spent * SLICE_NS // max(taken, 1)))
         return now

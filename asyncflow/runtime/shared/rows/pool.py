@@ -276,7 +276,7 @@ class PoolRows(Generic[A]):
         if self.alone is None and self.live + len(self.line) == 1:
             for group in self.groups.values():
                 self.join(self.park(group, 0))
-            # `since` counted from the steps that it had made: now it counts those that the pool made without it.
+            # `since` counted from the activation's own steps; now it counts the pool's steps without the activation.
             if not (activation := self.line.pop()).is_gone:
                 activation.since += self.steps
                 self.alone, self.alone_owns = activation, {}

@@ -54,7 +54,7 @@ class RunOfSets:
         size = max(len(graph[0]) - 1, 0)
         for x, name in zip(own, [*pulls, None], strict=False):
             if len(x) != size:
-                what = "what comes before the sets" if name is None else f"pulls[{name!r}]"
+                what = "a value computed before the sets" if name is None else f"pulls[{name!r}]"
                 raise ShapeError(
                     f"{what} has a row for each vertex: the graph has {size} vertices, and this is of "
                     f"shape {format_shape(x.shape)}"
