@@ -158,14 +158,14 @@ def user_location() -> SourceLocation:
     """The innermost line of the call stack that lies outside asyncflow."""
     frame: FrameType | None = sys._getframe(1)
     file = ""
-    while frame is not None:  # in one loop without calls: each node asks, and gradients from 15 frames further in
+    while frame is not None:  # one loop without calls, as each node runs it, and gradients run it 15 frames deeper
         file = frame.f_code.co_filename
         is_generated = file == "<string>" and str(frame.f_globals.get("__name__")).startswith(_GENERATED)
         if not (is_generated or file.startswith(_OURS)):
             break
         frame = frame.f_back
     if frame is None or file.startswith(_STARTERS):
-        # A task's own stack ends here: the line that started the event loop says nothing.
+        # The task's own stack ends here: the line that started the event loop is of no use.
         return _definition.get()
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 

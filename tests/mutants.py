@@ -281,7 +281,7 @@ FAULTS = (
     Fault(
         "what is copied out of a queue goes back into a restored one",
         "state/elements/queue.py",
-        "self._in_hand = []  # the take that copies them has come before this",
+        "self._in_hand = []  # the take that copies them counts as earlier",
         "pass",
         "state/test_queue",
         "test_a_take_that_copies",

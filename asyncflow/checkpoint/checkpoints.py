@@ -157,7 +157,7 @@ class Checkpoints:
         Raises:
             CheckpointError: two of them have one name.
         """
-        # States are found in turns of the event loop, and captured in one: a swap of versions may come in between.
+        # States are found over several turns of the event loop, but captured in one: versions may be swapped between.
         flips = self._state.flips
         found = await self._find_states(variables)
 
@@ -191,11 +191,11 @@ class Checkpoints:
             if stopped.is_set():
                 raise SaveStopped
 
-        async with self._writing:  # else two would be the next step
+        async with self._writing:  # otherwise two saves would write the same step
             try:
                 return await call_beside(_written, root, step, content, keep, check)
             finally:
-                stopped.set()  # a cancelled caller leaves the thread, which looks between two writes
+                stopped.set()  # after a cancellation the thread goes on, and checks this between two writes
 
     async def _on_host(self, cut: SessionSnapshot) -> dict[str, tuple[str, Mapping[str, Array]]]:
         async def bring(name: str, kind: str, capture: Capture) -> tuple[str, Mapping[str, Array]]:
@@ -217,7 +217,7 @@ class Checkpoints:
                             there[name] = kind, cast("Mapping[str, Array]", capture)
                         else:
                             tasks[name] = group.create_task(bring(name, kind, capture))
-        except ExceptionGroup as errors:  # what except* raises is itself in a group, by some versions of Python
+        except ExceptionGroup as errors:  # not `except*`: some versions of Python raise its errors in a group
             lost = next((error for error in errors.exceptions if isinstance(error, DeviceLostError)), None)
             if lost is None:
                 raise
@@ -239,12 +239,12 @@ class Checkpoints:
         flips = self._state.flips
         found = await self._find_states(variables)
         read = partial(self._read, found, starts, variables is None)
-        # All is read and compared before anything changes: a fault leaves the session as it was.
+        # Read and compare everything before changing the session: a fault leaves it unchanged.
         step, (compared, arrays), _ = await _of_latest(path, read)
         manifest = compared.manifest
         with background:
             new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
-            # A variable of another shape makes another graph: the shape says more, and comes first.
+            # A variable of another shape changes the graph as well: report the shape first, as it is more specific.
             compared.faults += await self._graph_fault(manifest, step)
         if strict:
             _refuse(compared, _NO_GRAPH if self._graph is None and variables is None else "")
@@ -374,7 +374,7 @@ class Checkpoints:
             CheckpointError: two of them have one name.
         """
         found: dict[str, CheckpointedState] = {}
-        is_kept: dict[type, bool] = {}  # to ask whether an object has the methods of a protocol takes 10 µs
+        is_kept: dict[type, bool] = {}  # cached: checking an object against a protocol takes 10 µs
         asked = self._of_graph() if variables is None else _as_resources(variables)
         # `lookup` creates the states of variables that no run has used.
         named = ((state_key(x), x.effect_key, self._state.lookup(x)) for x in asked)
@@ -397,7 +397,7 @@ class Checkpoints:
         graph = self._graph
         version, resources = self._resources
         if graph is not None and version != graph.version:
-            version = graph.version  # before the walk, which may be on a thread while the graph grows
+            version = graph.version  # read before the walk, which may run on a thread while the graph grows
             resources = list(dict.fromkeys(resource for node in graph.walk() for resource in resources_of(node)))
             self._resources = version, resources
         return resources
@@ -497,7 +497,7 @@ def _is_latest(step: Path, path: Path) -> bool:
 def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: States) -> bool:
     """Return True if arrays may be a state of the session; record a fault if not."""
     if name not in found:
-        return False  # there is no state to compare with yet
+        return False  # no state to compare with yet
     record = compared.manifest.states[name]
     try:
         check_capture(found[name][1], record.kind, arrays)

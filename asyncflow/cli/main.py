@@ -34,7 +34,7 @@ _Action: TypeAlias = Callable[[argparse.Namespace, Sequence[str]], int]
 
 USAGE_ERROR = 2
 
-# `argparse` would go on looking for our options among the program's.
+# Needed to find the program's arguments: `argparse` would search them for our options.
 _WITH_VALUE = {
     "check": ("--runs",),
     "explain": ("--after",),
@@ -157,7 +157,7 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     if command not in _WITH_VALUE:
         return arguments, []
     with_value = _WITH_VALUE[command]
-    # `-oFILE` and `--output=FILE`; a value of its own is a further argument.
+    # Forms with the value attached, such as `--output=FILE`; a separate value is another argument.
     ours = (*_FLAGS[command], *(name + "=" if name.startswith("--") else name for name in with_value))
     target_seen, position = False, 1
     while position < len(arguments):

@@ -71,7 +71,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         RaceWarning: effects are unordered, and some have no order.
     """
     program, options = Program(request, request.graph), context.options
-    # On the user's graph, before passes order effects. Control flow written by hand has no bodies to look into.
+    # Check the user's graph, before passes order effects. Hand-written control flow has no bodies to check.
     if request.graph.effects == "unordered" and not has_primitives(request.graph.walk()):
         warn_of_races(request.graph, request.roots, request.feeds)
     dump = start_dump(program, options.dump)
@@ -85,7 +85,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
             dump.tell(each.name)
     assert program.placement is not None
     assert program.survey is not None
-    # A call that waits in a line has no scheduler either, but another driver: its answer comes on the event loop.
+    # A call that waits in a line needs no scheduler, either, but another driver: its result comes on the event loop.
     call = find_single_call(program.partitions, context.devices, may_wait=True)
     waits = call is not None and call.node.way in (FiringWay.LIGHT, FiringWay.IN_LINE)
     plan = Plan(
@@ -179,7 +179,7 @@ def _extract(program: Program, _: Context) -> None:
     )
     program.graph, program.fetches, program.kept = found.graph, found.fetches, found.kept
     program.is_hand_written = has_primitives(found.graph.walk())
-    # A store is no array that could be copied to where its user happens to be placed.
+    # A store cannot be copied to another device, so its feed is placed where the store is.
     for node in found.graph.nodes if request.stores_on is not None else ():
         if node.op is FEED and node.outputs[0].dtype == VARIANT:
             node.device = request.stores_on
@@ -232,7 +232,7 @@ def _segments(program: Program, _: Context) -> None:
 @wraps(batch_loops)
 def _batch_loops(program: Program, context: Context) -> None:
     if not [node for node in program.graph.nodes if node.subgraphs]:
-        return  # without bodies there are no loops, and many small plans are made
+        return  # fast path for many small plans: no bodies, so no loops
     usual, least = blocks_of_sums(program.graph, context.devices, in_plan=bool(program.memory))
     is_usual = all(loop.has_usual_blocks for loop in program.memory)
     batch_loops(
@@ -277,7 +277,7 @@ def _keep_vectors(program: Program, context: Context) -> None:
 
 @wraps(make_device_loops)
 def _make_device_loops(program: Program, context: Context) -> None:
-    # Without regions the host launches no fused kernels either, and these may round otherwise.
+    # Without regions the host launches no fused kernels, and fused kernels may round differently.
     fusion, kept = context.options.fusion and program.request.regions, program.kept_on_host
     program.loop_reasons = make_device_loops(
         program.graph, context.enqueuing, fusion=fusion, kept=kept, limited=context.has_limits
@@ -357,7 +357,7 @@ def _bind(program: Program, context: Context) -> None:
 
 PASSES = (
     Pass("extract", _extract, needed="the other passes change the copy that it makes"),
-    # Homes are requests like the user's own, and are checked with them.
+    # Homes of variables are requests like the user's, and are checked with them.
     Pass("homes", _send_home, lambda _, context: context.homes, "a variable stays where it is", is_analysis=True),
     Pass("constraints", _resolve_requests, needed="it checks what nodes ask of devices", is_analysis=True),
     Pass("loop_variables", _of_graph(reduce_loop_variables), _optimizes),
@@ -365,22 +365,22 @@ PASSES = (
     Pass("simplify", _of_graph(simplify), _optimizes),
     Pass("cse", _of_graph(eliminate_common_subexpressions), _optimizes),
     Pass("hoist", _of_graph(hoist), _moves),
-    # Values of constants, equal nodes and moved nodes need no saving: so these are found before.
+    # After these passes: constants, equal nodes and hoisted nodes need no saving.
     Pass("choose_saved", _of_graph(choose_saved), _optimizes),
     Pass("plan_memory", _plan_memory, _plans_memory),
     Pass("segments", _segments, _recomputes),
-    # Its blocks of sums are as large as the memory plan has left room for.
+    # After the memory plan, which leaves room for its blocks of sums.
     Pass("batch_loops", _batch_loops, _batches),
-    # Drops stores and captures that the passes above have left without users; reads that are the last are then found.
+    # Drop stores and captures left without users, so that the last reads can be found.
     Pass("prune", _prune, _optimizes),
     Pass("last_reads", _of_graph(mark_last_reads), _optimizes),
-    # Behind `prune`: its edges order nodes that are in the plan, and bring in none.
+    # After `prune`: its edges order nodes of the plan, and add no nodes.
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
-    # Behind all passes that know the library's ops, and before any that asks what a device launches.
+    # After all passes that know the library's ops, before passes that ask which kernels a device launches.
     Pass("choose_kernels", _choose_kernels, needed="it calls the kernels of users for devices", is_analysis=True),
     Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
-    # From here on each node has its device: it tells whether stores move, loops run there, and regions form.
+    # Each node has its device now, which decides whether stores move, loops run there, and regions form.
     Pass("host_vectors", _keep_vectors, _keeps_vectors),
     Pass("move_saved", _move_saved, _moves_saved, is_analysis=True),
     Pass("device_loops", _make_device_loops, lambda _, context: context.has_device_loops),

@@ -186,14 +186,14 @@ class PlanNode:
     single: bool = field(init=False)
     dead: Dead = field(init=False)
 
-    # Facts about `source`, in the node's own slots: the scheduler and the executor read them at every firing.
+    # Facts about `source` are copied into the node's slots: scheduler and executor read them at every firing.
     def __post_init__(self) -> None:
         source = self.source
         self.single = source.single
-        # Plain ints, and not members of the enumerations: they are compared at every firing.
+        # Plain ints, not enumeration members: they are compared at every firing.
         self.kind = int(_KINDS.get(source.op, Kind.KERNEL))
         self.n_inputs = len(source.inputs)
-        self.blanks = [None] * self.n_inputs  # put over the inputs of a firing, so that an iteration keeps no value
+        self.blanks = [None] * self.n_inputs  # overwrites the inputs of a firing, to drop their values
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
         self.conduct = called_op(source).conduct
         way = FiringWay.AWAITED if self.conduct.is_async else FiringWay.SMALL if _is_small(source) else FiringWay.TIMED
@@ -298,8 +298,8 @@ class Partition:
     is_on_host: bool = False
 
     def __del__(self) -> None:
-        # Frames and nodes lead to one another, in both directions: without this only the collector would free a dropped
-        # plan, with its constants. A run of any of them holds the partition.
+        # Frames and nodes refer to one another: without this, only the garbage collector would free a dropped plan and
+        # its constants. Every run holds its partition.
         for frame in self.frames.values():
             for node in frame.nodes:
                 node.targets, node.dead_targets, node.controls = (), (), ()
@@ -363,10 +363,10 @@ class Plan:
 
         Measurements stay, if the nodes are the same.
         """
-        # The object stays, so that prepared runs follow, and its measured cost goes on.
+        # Replace the contents in place, so that prepared runs see the new plan and the measured cost stays.
         for mine, theirs in zip(self.partitions, other.partitions, strict=False):
             known, found = mine.nodes, theirs.nodes
-            # Otherwise a time would be given to another node, and be taken for its own until it is measured.
+            # Other nodes must not inherit these times: they would count as their own until measured.
             if [node.name for node in known] == [node.name for node in found]:
                 for node, new in zip(known, found, strict=True):
                     new.times.cost, new.times.hold = node.times.cost, node.times.hold
@@ -499,7 +499,7 @@ def _explain(node: PlanNode) -> str:
 
 def _is_small(node: Node) -> bool:
     conduct = node.op.conduct
-    # Small values say how long a kernel takes only of the library's own: a user's function may take any time.
+    # Small values mean a short kernel only for the library's own ops: a user's function may take any time.
     if node.op in (REGION, *_CROSSINGS) or conduct.is_user or conduct.is_async or conduct.needs_context:
         return False
     return all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))

@@ -172,7 +172,7 @@ class GraphCode:
     def alone(self) -> Iterator[list[Value | None]]:
         """Keep other threads from writing the variables, and give the values that these have."""
         with ExitStack() as stack:
-            # The compiler has made one order for all regions, so two launches never wait for each other.
+            # All regions take locks in one order, set by the compiler, so two launches never deadlock.
             for variable in self.variables:
                 stack.enter_context(variable.lock)
             yield [variable.given() for variable in self.variables]
@@ -238,7 +238,7 @@ class GraphCache(Generic[Graph]):
         self._label = label
         self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
         self._found: dict[Hashable, int | dict[Hashable, Graph]] = {}
-        self._complete: set[Hashable] = set()  # keys whose next graph has found no room
+        self._complete: set[Hashable] = set()  # keys whose next graph did not fit in memory
         self._refusal = ""
         self._has_other_inputs = self._has_given_way = False
         self._capturing = self._launching = False
@@ -257,7 +257,7 @@ class GraphCache(Generic[Graph]):
     @property
     def made(self) -> list[Graph]:
         """The graphs, of all keys and places."""
-        # A key that has been seen, and has no graph yet, is a number.
+        # A key without a graph maps to the number of its calls.
         return [graph for found in self._found.values() if not isinstance(found, int) for graph in found.values()]
 
     @property
@@ -316,16 +316,16 @@ class GraphCache(Generic[Graph]):
             return False
         seen = self._found.get(key, 0)
         if not isinstance(seen, int):
-            # Kernels are compiled, and the region has proved to come again. Two buffers of a variable make two places;
-            # regions that share variables may make a few more, and graphs take memory: more than that are not made.
+            # Kernels are compiled, and the region does repeat. The two buffers of a variable make two places; regions
+            # that share variables may make a few more. Graphs take memory, so limit their number.
             return len(seen) < MOST_PLACES and key not in self._complete and not self._capturing
         if not seen and len(self._found) >= MOST_KEYS:
-            # After graphs have given way, many calls come before the next graph: a small number of calls says nothing.
+            # After graphs were freed, the next one needs many calls, so a few calls without a graph are no failure.
             if not self._has_given_way and all(isinstance(found, int) for found in self._found.values()):
                 self._refusal = f"none of {MOST_KEYS} kinds of inputs has come {self._warm_ups + 1} times"
             return False
         if seen >= self._warm_ups:
-            # One capture at a time: the code's variables stand for buffers of that one.
+            # One capture at a time: it binds the code's variables to its buffers.
             return not self._capturing
         self._found[key] = seen + 1
         return False
@@ -350,22 +350,22 @@ class GraphCache(Generic[Graph]):
         found = self._found
 
         def keep(graph: Graph) -> None:
-            if found is self._found and not self._refusal:  # unless all graphs were forgotten meanwhile
-                # Either the number of calls seen so far, or graphs for other places, are known.
+            if found is self._found and not self._refusal:  # else all graphs were dropped meanwhile
+                # The entry is a number of calls, or graphs for other places.
                 graphs = found.get(key)
                 found[key] = {**graphs, place: graph} if isinstance(graphs, dict) else {place: graph}
 
         try:
             yield keep
         except MemoryLimitExceeded as error:
-            # A second place is a makeshift while a reader holds values: to lose the first graph for it would cost more.
+            # A second place only helps while a reader holds values: do not give up the first graph for it.
             if self.has_graph(key):
                 error.__traceback__ = None
                 self._complete.add(key)
             else:
                 self._lacks_room(error)
         except Exception as error:
-            # If the device is lost, that shows again when the caller goes on without a graph.
+            # A lost device raises again when the caller goes on without a graph.
             self.refuse(error)
         finally:
             self._capturing = False
@@ -385,7 +385,7 @@ class GraphCache(Generic[Graph]):
         try:
             return launch(graph)
         except MemoryLimitExceeded as error:
-            del graph  # its memory goes before the caller's kernels allocate
+            del graph  # frees its memory before the caller's kernels allocate
             self._lacks_room(error)
             return None
         except NotLaunchedError as error:
@@ -403,7 +403,7 @@ class GraphCache(Generic[Graph]):
         """Forget all graphs, whose memory others need; make new ones after many more calls than before."""
         self.clear()
         self._has_given_way = True
-        # A session whose work does not fit beside a graph would otherwise capture it again and again.
+        # Otherwise a session whose work does not fit beside a graph would capture it again and again.
         self._warm_ups = max(_LEAST_PATIENCE, min(_GROWTH * self._warm_ups, _MOST_PATIENCE))
 
     def _lacks_room(self, error: MemoryLimitExceeded) -> None:
@@ -421,7 +421,7 @@ class GraphCache(Generic[Graph]):
 
     def clear(self) -> None:
         """Forget all graphs; their memory is free in the order of their stream. Start anew."""
-        self._found = {}  # a new dict, by which a capture in progress finds out
+        self._found = {}  # a new dict, so that a capture in progress notices
         self._complete.clear()
         self._refusal = ""
         self._has_other_inputs = False
@@ -429,7 +429,7 @@ class GraphCache(Generic[Graph]):
 
 def free_graphs(caches: Iterable[GivesWay], has_enough: Callable[[], bool]) -> bool:
     """Have graphs give way, the least recently used first, until there is enough memory; return True if there is."""
-    # The set is weak, and caches end with their plans, on any thread: so this goes over a copy.
+    # Iterate over a copy: the set is weak, and caches may end with their plans on any thread.
     for cache in sorted([cache for cache in caches if cache.may_give_way], key=attrgetter("used")):
         if has_enough():
             return True
@@ -449,7 +449,7 @@ def slice_budget(launches: int, asked: int | None) -> int:
 
 def run_to_end(steps: Steps[Result]) -> Result:
     """Return the result of a function in progress, without stops."""
-    budget = None  # which a generator takes to begin with
+    budget = None  # a generator's first `send` takes None
     try:
         while True:
             steps.send(budget)

@@ -95,15 +95,15 @@ class Graph(NotPickled):
         self.lock = RLock()
         self._base = Scope()
         self.frames: dict[Node, tuple[str, ...]] = {}
-        self.enters: dict[tuple[str, ...], Node] = {}  # the first of each frame, among the first `searched_for_enters`
+        self.enters: dict[tuple[str, ...], Node] = {}  # first Enter of each frame, in the first `searched_for_enters`
         self.searched_for_enters = 0
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
-        self.parted: dict[Node, Any] = {}  # the branch or loop over rows that a node was made of
-        self.assumptions: dict[Hashable, Assumption] = {}  # of a root graph, bodies included
-        self.remarks: dict[str, str] = {}  # how something was built, by its label: for `Plan.explain`
-        self.compiled: dict[Hashable, Any] = {}  # plans of sessions, which go when the graph does
+        self.parted: dict[Node, Any] = {}  # for nodes made by lifting: the branch or loop over rows
+        self.assumptions: dict[Hashable, Assumption] = {}  # of the root graph with all bodies
+        self.remarks: dict[str, str] = {}  # by label, how a part was built: for `Plan.explain`
+        self.compiled: dict[Hashable, Any] = {}  # plans of sessions, dropped with the graph
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
 
@@ -133,7 +133,7 @@ class Graph(NotPickled):
         return [name for name in super().__dir__() if name.startswith("_") or name in _SHOWN]
 
     def __del__(self) -> None:
-        if "_taken" in self.__dict__:  # else it refused its arguments
+        if "_taken" in self.__dict__:  # else the constructor has refused its arguments
             self.home.leave(self)
 
     def __enter__(self) -> Self:
@@ -149,7 +149,7 @@ class Graph(NotPickled):
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        memo[id(self.compiled)] = {}  # of this graph alone
+        memo[id(self.compiled)] = {}  # a copy has no compiled plans yet
         memo[id(self.lock)] = RLock()
         return super().__deepcopy__(memo)
 
@@ -161,7 +161,7 @@ class Graph(NotPickled):
     @property
     def scope(self) -> Scope:
         """The scope of nodes that this task or thread adds."""
-        for scope in reversed(_scopes.all()):  # a body inside has its own scope, and nodes may still join this graph
+        for scope in reversed(_scopes.all()):  # inner bodies have their own scopes, and this graph may still get nodes
             if scope.graph is self:
                 return scope
         return self._base
@@ -223,7 +223,7 @@ class Graph(NotPickled):
             root._by_name[node.name] = node
             root._taken.setdefault(node.name, 0)
             self.nodes.append(node)
-            root.version += 1  # of the root, which counts bodies too: sessions compile anew if any of them has grown
+            root.version += 1  # the root's version includes bodies: sessions recompile if any of them grows
         return node
 
     def adopt(self, node: Node) -> None:
@@ -240,7 +240,7 @@ class Graph(NotPickled):
             for each in deep(gone):
                 self.root._by_name.pop(each.name, None)
                 self.root._taken.pop(each.name, None)
-            # Notes about the nodes would keep them alive, and lead gradients to values that no graph computes.
+            # Notes on removed nodes would keep them alive, and lead gradients to values that no graph computes.
             outputs = {tensor for node in gone for tensor in node.outputs}
             self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
             kept = {key: each for key, each in self.root.assumptions.items() if outputs.isdisjoint(each.tensors)}
@@ -399,7 +399,7 @@ class Subgraph(Graph):
 
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""
-        with self.scoped(controls=()):  # a parameter has its value before anything in the body could run
+        with self.scoped(controls=()):  # a parameter has its value before any node of the body can run
             node = self.add_node(PARAMETER, (), {"spec": spec}, spec, name=name)
         self.inputs.append(node.outputs[0])
         return node.outputs[0]
@@ -410,7 +410,7 @@ class Subgraph(Graph):
             return tensor
         if not self.can_use(tensor.node.graph):
             raise GraphError(_leak(tensor, self))
-        outer = self.parent.import_tensor(tensor)  # level by level: each body around captures it, too
+        outer = self.parent.import_tensor(tensor)  # level by level: each enclosing body captures it, too
         if outer not in self.captures:
             self.captures[outer] = self.add_input(outer.spec, f"capture_{tensor.node.name.rpartition('/')[2]}")
         return self.captures[outer]
@@ -483,7 +483,7 @@ def _valid(name: str) -> str:
 def _numbered(full: str, taken: dict[str, int]) -> str:
     """A name that is not taken, which is from here on; the caller has the lock of the root graph."""
     candidate = full
-    while candidate in taken:  # the count stays, so that a thousand nodes of one name do not count from 1 each time
+    while candidate in taken:  # keep the count: otherwise each of a thousand equal names would search from 1
         taken[full] += 1
         candidate = f"{full}_{taken[full]}"
     taken[candidate] = 0

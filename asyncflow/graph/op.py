@@ -73,7 +73,7 @@ BATCHED: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False, counts_i
 """Traits of an op of a store that launches the kernels of many iterations at once."""
 OPAQUE: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 """Traits of an op of which nothing is taken for granted."""
-# Equal to `OPAQUE`, but another object: an op that says "opaque" has answered.
+# Equal to `OPAQUE`, but a different object, to tell a missing answer from the answer "opaque".
 _UNSAID: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 
 PURE: Final = Conduct()
@@ -193,7 +193,7 @@ class Op:
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Found once: passes and the builder ask them of every node.
+        # Computed once: passes and the builder read them for every node.
         facts = _facts_of(self)
         object.__setattr__(self, "facts", facts)
         object.__setattr__(self, "is_pure", REPLACE.allows(self))
@@ -201,7 +201,7 @@ class Op:
             raise GraphError(f"op {self.name!r} does not say traits=, such as NEW or OPAQUE of asyncflow.graph.op")
 
     def __deepcopy__(self, memo: object) -> Op:
-        return self  # passes tell ops apart by identity, in copies of a graph too
+        return self  # passes compare ops by identity, even in copies of a graph
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"
@@ -237,7 +237,7 @@ def bound_kernel(op: Op, xp: Namespace, attrs: Attrs, *, of_scalars: bool) -> Ke
         attrs: the node's, with the state of resources in their place.
         of_scalars: all inputs have rank 0.
     """
-    # Python's operators on scalars, and `if`, would wait for scalars in a device's memory.
+    # Scalar kernels use Python's operators and `if`, which would wait for scalars in a device's memory.
     if of_scalars and xp is np and op.scalar_kernel is not None:
         return op.scalar_kernel
     assert op.kernel is not None, f"{op.name} has no kernel"
@@ -261,10 +261,10 @@ def runs_on_host(node: Node) -> bool:
     Users' functions do, as they are written for NumPy, and all kernels on strings, which only NumPy has.
     """
     op = node.op
-    # The kernel of an async op is called on the event loop, and of a user's op written for NumPy.
+    # Kernels of async ops run on the event loop, and kernels of user ops are written for NumPy.
     if op.runs_on_host or op.conduct.is_async or (op.conduct.is_user and not op.takes_any_arrays):
         return True
-    # What an array or store holds is among the attributes of the ops on it.
+    # The spec of elements of an array or store is an attribute of its ops.
     specs = [tensor.spec for tensor in (*node.inputs, *node.outputs)] + list(node.attrs.values())
     return any(isinstance(spec, Spec) and spec.dtype.kind == "T" for spec in specs)
 
@@ -301,7 +301,7 @@ def register(op: Op) -> Op:
     return op
 
 
-# So that a type checker knows the fields of `Op` as the parameters of `define`, though they are written once.
+# Lets type checkers see the fields of `Op` as the parameters of `define`, without writing them twice.
 def _registering(make: Callable[_P, Op]) -> Callable[_P, Op]:
     def define(*fields: _P.args, **named: _P.kwargs) -> Op:
         return register(make(*fields, **named))
@@ -320,7 +320,7 @@ def find_op(name: str) -> Op:
         GraphError: there is none.
     """
     if name not in _ops:
-        _import_all()  # modules register their ops when they are imported, and few have been by then
+        _import_all()  # modules register their ops when imported, and few may be imported by now
     if name not in _ops:
         close = close_names(name, list(_ops))
         meant = f"did you mean {' or '.join(map(repr, close))}?"
@@ -335,7 +335,7 @@ def _import_all() -> None:
         getattr(package, name)
 
 
-# By identity: a user's op may have the name of one of the library's.
+# By identity, as a user's op may have the same name as one of the library's.
 def is_registered(op: Op) -> bool:
     """Return True if `find_op` finds the op, in this process or another."""
     return _ops.get(op.name) is op
@@ -392,5 +392,5 @@ def why_not_differentiable(op: Op) -> str | None:
 
 def registered_ops() -> tuple[Op, ...]:
     """Every registered op."""
-    _import_all()  # or the answer would depend on what the process has used so far
+    _import_all()  # else the result would depend on the modules imported so far
     return tuple(_ops.values())

@@ -94,7 +94,7 @@ def lift(
         captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
         return [lifting.rows.spread(value) for value in lifting.checked_values(body, {**captured, **known}, wanted)]
     except CannotLift:
-        graph.take_back(before)  # the caller goes another way, and half a body must not stay in its graph
+        graph.take_back(before)  # remove the half-built body: the caller falls back to another way
         raise
 
 
@@ -135,7 +135,7 @@ class Lifting:
     def over(self, rows: RowAxis) -> Lifting:
         """Return the same lifting over other rows, such as some of these."""
         other = Lifting(rows, self.label)
-        # Shared, not copied: nodes lifted over some rows may be waited for by nodes over all of them.
+        # Shared, not copied: nodes over all rows may wait for nodes lifted over some rows.
         other._made, other._stores, other.prepared = self._made, self._stores, self.prepared
         return other
 
@@ -175,7 +175,7 @@ class Lifting:
         self._note_extents(known.values())
         among = body.nodes if among is None else among
         needed = _needed(body, known, wanted, among)
-        if self._prepare(needed):  # preparations add nodes, and uses of values that were not needed before
+        if self._prepare(needed):  # preparations add nodes, and uses of further values
             needed = _needed(body, known, wanted, among)
         arrays = [each for each in needed if isinstance(each, Node) and has_rows_on_demand(each.op)]
         if arrays and not self.rows.owns_stores:
@@ -191,7 +191,7 @@ class Lifting:
                 known.update(zip(node.outputs, outputs, strict=True))
         finally:
             if is_outermost and hasattr(self.rows, "body"):
-                del self.rows.body  # which leads back to the rows
+                del self.rows.body  # avoid a cycle: it refers to the rows
         return [known[x] for x in wanted]
 
     def checked_values(
@@ -200,7 +200,7 @@ class Lifting:
         """Return `values` that are available once the effects of the body have run: a check may fail before."""
         found = self.values(body, known, wanted)
         effects = self.effects()
-        # Identities that wait: the values themselves may be made, and used, before a check fails.
+        # Return identities that wait: the values themselves could be used before a check fails.
         with control_dependencies(effects):
             return [value._replace(tensor=identity(value.tensor)) for value in found] if effects else found
 
@@ -244,14 +244,14 @@ class Lifting:
                 else:
                     outputs = self._outputs(node, inputs)
             except CannotLift as reason:
-                if reason.location is not None:  # of a node inside: the most exact place
+                if reason.location is not None:  # the location of an inner node is more exact
                     raise
                 raise CannotLift(str(reason), node.location) from None
         made = graph.nodes[count:]
-        # Nodes that waited for this one wait for its effects; without any, for the last node made.
+        # Nodes that waited for this node wait for its effects or, without effects, for the last node made.
         self._made.update(dict.fromkeys(of, tuple(each for each in made if _writes(each)) or tuple(made[-1:])))
         for each in made:
-            # An error in the run names the user's line of the node that was lifted.
+            # Errors in the run then name the user's line of the lifted node.
             if each.id >= first and each.location == self._location:
                 each.location = node.location
         return outputs
@@ -304,7 +304,7 @@ class Lifting:
         if known is not None:
             return [known]
         flags = outputs_with_rows(node, [value.has_rows for value in inputs])
-        # Each row draws its own numbers, though no input differs.
+        # Each row draws its own numbers, even with equal inputs.
         is_same = not any(flags) and not any(value.has_rows for value in inputs) and not node.op.conduct.is_random
         if (is_same and node not in self.prepared) or node in self._without:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]

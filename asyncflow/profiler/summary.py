@@ -147,7 +147,7 @@ class Summary:
 
 def summarize(trace: Trace) -> Summary:
     """Count and add up the firings of ``trace``."""
-    # As the lanes have them: each starts before it ends, also if it was cancelled before its kernel began.
+    # Use the lanes' firings: there each starts before it ends, even if cancelled before its kernel began.
     first, last = time_bounds(trace)
     lanes = firing_lanes(trace)
     spans = [_spans(lane.firings) for lane in lanes]
@@ -223,7 +223,7 @@ def align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int
     """
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    table.insert(1, tuple("-" * width for width in widths))  # last, as a row of dashes has the widths themselves
+    table.insert(1, tuple("-" * width for width in widths))  # after `widths`, which the row of dashes needs
     lines = []
     for row in table:
         cells = (
@@ -245,7 +245,7 @@ def _summarize_streams(lanes: Iterable[TimelineLane], spans: Iterable[Spans], wa
             firings=sum(row.shape[1] for row in rows),
             busy_ns=busy,
             busy_fraction=busy / wall_ns if wall_ns else 0.0,
-            max_concurrency=len(rows),  # a stream has a second lane only where firings overlap
+            max_concurrency=len(rows),  # a stream has more lanes only where firings overlap
         )
 
 
@@ -272,7 +272,7 @@ def _summarize_devices(
                 device=device,
                 compute_ns=compute,
                 copy_ns=copy,
-                # What both unions count, the union of both counts once.
+                # The overlap counts in both unions, but once in the union of both.
                 hidden_copy_ns=compute + copy - _length_ns(_union([computing, copying])),
                 peak_nbytes=peaks[device],
             )
@@ -355,9 +355,9 @@ class _Tally:
 
 
 def _summarize_nodes(firings: Sequence[Firing]) -> tuple[NodeSummary, ...]:
-    # A loop that gave way, or a function that was tried again, has a firing in the trace for each time: part 0, 1, and
-    # so on. They count as one firing, whose time is their sum. Lanes do not have the parts in their order, and the
-    # trace's capacity may have dropped part 0. So all others find their places first, and then the parts by number.
+    # A loop that gave way, or a retried function, has several firings in the trace: part 0, 1, and so on. They count as
+    # one firing, with the sum of their times. Lanes do not keep parts in order, and a full trace may have dropped part
+    # 0. So place all other firings first, then the parts by number.
     tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
     later = sorted([firing for firing in firings if firing.part], key=lambda firing: firing.part)
     running: dict[tuple[int, str, str, str], int | None] = {_whole(firing): None for firing in later}
@@ -369,12 +369,12 @@ def _summarize_nodes(firings: Sequence[Firing]) -> tuple[NodeSummary, ...]:
         if iterations:
             tally.iterations += iterations
         if not part:
-            if running and _whole(firing) in running:  # most traces have no parts, and make no keys
+            if running and _whole(firing) in running:  # most traces have no parts, and skip making keys
                 running[_whole(firing)] = len(tally.times)
             tally.times.append(ended_ns - started_ns)
     for firing in later:
         tally, place = tallies[firing.node, firing.op], running[_whole(firing)]
-        if place is not None:  # it goes on with a firing that has been counted
+        if place is not None:  # a later part of a counted firing
             tally.times[place] += firing.ended_ns - firing.started_ns
         else:
             running[_whole(firing)] = len(tally.times)

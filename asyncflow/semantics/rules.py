@@ -94,7 +94,7 @@ class _Elements:
 
     @cached_property
     def _known(self) -> list[Nest]:
-        with ThreadPoolExecutor(1) as thread:  # on this one an event loop may be running
+        with ThreadPoolExecutor(1) as thread:  # this thread may be running an event loop
             return thread.submit(asyncio.run, self._read()).result()
 
     async def _read(self) -> list[Nest]:
@@ -105,7 +105,7 @@ class _Elements:
                 while len(known) < _MOST_ELEMENTS:
                     known.append(await self._state.next())
             raise OutOfBounds(f"after {_MOST_ELEMENTS} elements of an input")
-        except Exception as error:  # such as EndOfInput, for whoever asks for what follows
+        except Exception as error:  # such as EndOfInput: raised when a program takes this element
             known.append(OutOfTime() if time.expired() else error)
         return known
 
@@ -222,7 +222,7 @@ class Rules:
                 if isinstance(node, CondNode):
                     tensor = node.subgraphs[decided].results[tensor.index]
                 else:
-                    # What the body would have got in the iteration that did not take place.
+                    # The loop's result: the body's input in the iteration that did not run.
                     tensor, tag = node.subgraphs[1].inputs[tensor.index], (*tag, decided)
             elif node.op is not PARAMETER:
                 return MISSING
@@ -265,7 +265,7 @@ class Rules:
             return firing not in cast("frozenset[Firing]", come)
         try:
             return not firing[0].op.conduct.is_async or not isinstance(self._result(state, firing), PlaceInLine)
-        except Exception:  # which `fire` raises again
+        except Exception:  # `fire` raises it again
             return True
 
     # -- firings -------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class Rules:
         Only dequeues can stand in line, namely before an enqueue of more elements than there is room for.
         """
         touched = list(resources_of(firing[0]))
-        # The cells are one set for all states of the search: filled before each call, and read after it.
+        # All states of the search share the cells, which are filled before each call and read after it.
         found = self._call(state, firing, touched)
         for other in state.waiting if isinstance(found, PlaceInLine) else ():
             if list(resources_of(other[0])) == touched and other != firing and not self.missing(state, other):
@@ -321,7 +321,7 @@ class Rules:
 
     def settle(self, state: ProgramState) -> None:
         """Fire all firings whose outcome does not depend on their moment."""
-        # The search does not branch here: any order gives the same state. Each round may make further firings ready.
+        # Any order gives the same state, so the search does not branch here. Each round may make more firings ready.
         moved = True
         while moved:
             moved = False
@@ -358,7 +358,7 @@ class Rules:
     def _while(self, state: ProgramState, node: WhileNode, tag: Tag) -> bool:
         current = state.waiting[node, tag]
         iteration = (*tag, current)
-        if current >= 0 and (node, iteration) not in state.done:  # the predicate has begun, and not the body
+        if current >= 0 and (node, iteration) not in state.done:  # the predicate has started, but not the body
             predicate = self.find(state, node.decision, iteration)
             is_ordered = self.program.graph.effects == "ordered"
             if predicate is MISSING or (is_ordered and self._runs_inside(state, node, iteration)):
@@ -369,8 +369,8 @@ class Rules:
             self._begin(state, node.body, iteration)
             state.done.add((node, iteration))
             return True
-        # The next predicate begins once the iteration that is `parallel_iterations` before it has ended. A negative
-        # number is of no iteration, and nothing runs inside.
+        # The next predicate starts once the iteration `parallel_iterations` before it has ended. A negative number
+        # names no iteration, so nothing runs inside.
         oldest = (*tag, current + 1 - node.parallel_iterations)
         if self._ahead(state, (node, tag)) or self._runs_inside(state, node, oldest):
             return False

@@ -49,7 +49,7 @@ async def _check(kind: str) -> None:
     failures: list[Exception] = []
     subject = _Subject(kind)
     async with AsyncExitStack() as sessions:
-        subject.session = await sessions.enter_async_context(subject.together())  # or raise, if there are none
+        subject.session = await sessions.enter_async_context(subject.together())  # raises if there are no such devices
         for check in CHECKS:
             try:
                 async with asyncio.timeout(PATIENCE_S):
@@ -57,7 +57,7 @@ async def _check(kind: str) -> None:
             except Exception as error:
                 error.add_note(f"check of devices of kind {kind!r}: {check.__doc__}")
                 failures.append(error)
-                await sessions.aclose()  # what failed may have left it in any state
+                await sessions.aclose()  # a failed check may have left the session in any state
                 subject.session = await sessions.enter_async_context(subject.together())
     if failures:
         raise ExceptionGroup(f"{len(failures)} of {len(CHECKS)} checks of devices of kind {kind!r} failed", failures)
@@ -144,10 +144,10 @@ async def _feeds(subject: _Subject) -> None:
     for dtype in _DTYPES:
         with subject.graph():
             xs = [af.placeholder(dtype, shape) for shape in (*_SHAPES, (4, 3, 2))]
-            # Computed on: a fed value that is fetched need not reach the device at all.
+            # Compute on the feed: a feed that is only fetched need not reach the device.
             ys = [af.stack([x, x]) for x in xs]
         values = [np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype) for shape in _SHAPES]
-        values.append(values[-1].T)  # whose rows do not lie side by side
+        values.append(values[-1].T)  # not in C order
         wanted = [np.stack([value, value]) for value in values]
         await subject.expect(list(zip(ys, wanted, strict=True)), dict(zip(xs, values, strict=True)))
 
@@ -238,7 +238,7 @@ async def _loops(subject: _Subject) -> None:
         wanted = [*((root, np.sqrt(values)) for root in roots), (nested, 7 * values)]
         await subject.expect(wanted, {x: values})
         async with subject.alone(regions=False) as session:
-            # Without regions the scheduler takes each node by itself, where generated code runs whole loops.
+            # Without regions, the scheduler runs each node by itself; otherwise generated code runs whole loops.
             _require_equal(await session.run(roots[0], {x: values}), np.sqrt(values), "the loop without regions")
 
 
@@ -297,7 +297,7 @@ async def _host_code(subject: _Subject) -> None:
     """User-defined functions and coroutines get host arrays, and the device uses their results."""
     with subject.fed((2,)) as x:
         y = _awaited(_doubled(x * 3.0)) * 10.0
-    async with subject.alone() as session:  # beside a CPU, that would do it
+    async with subject.alone() as session:  # alone, as a CPU beside it would compute the function
         result = await session.run(y, {x: np.array([1, 2], "f4")})
     _require_equal(result, np.array([70, 130], "f4"), y.name)
 
@@ -341,7 +341,7 @@ async def _results(subject: _Subject) -> None:
     """Results are the caller's own: whoever changes them changes nothing else."""
     with subject.fed((3,)) as x:
         constant = af.constant(np.ones(3, np.float32)) * 1.0
-    for _ in range(2):  # the second run has the constant that the caller of the first might have changed
+    for _ in range(2):  # the second run uses the constant that the first caller might have changed
         first, second = await subject.session.run([x, constant], {x: np.ones(3, np.float32)})
         _require_equal(first, np.ones(3, "f4"), "the feed")
         _require_equal(second, np.ones(3, "f4"), "the constant")
@@ -396,7 +396,7 @@ async def _memory(subject: _Subject) -> None:
     with subject.fed((None,)) as x:
         y = af.sum(af.concat([x, x]) * 2.0)
     async with subject.alone(memory_limit=limit) as session:
-        # The large one is half of the limit, and joined to itself all of it, beside which it is still held.
+        # The large feed takes half of the limit. Joined to itself it takes all of it, while the feed is still held.
         small, large = np.ones(1 << 10, "f4"), np.ones(limit // 8, "f4")
         memory = session.devices[0].memory
         assert memory.limit == limit
@@ -428,7 +428,7 @@ async def _closing(subject: _Subject) -> None:
     """A closed device holds nothing and takes no more work, and another one can be opened."""
     with subject.graph():
         y = af.constant(np.ones((64, 64), np.float32)) * 2.0
-    for _ in range(2):  # the second session opens the device that the first one has closed
+    for _ in range(2):  # the second session opens the device that the first one closed
         async with subject.alone() as session:
             device = session.devices[0]
             _require_equal(await session.run(y), np.full((64, 64), 2, "f4"), y.name)

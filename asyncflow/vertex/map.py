@@ -130,7 +130,7 @@ def vertex_map(
                 raise GraphError(f"{wanted}; this one has none")
             plans = schedules(graph, order, tensors, arity=arity, n_types=len(functions), parts=streams)
             parts = label, functions[0], graph, tensors, state
-            # A part of the batch takes some rows of all: a permutation, whose gradient is the inverse, only the whole.
+            # Rows of a part are some of all rows; only the whole batch is a permutation, whose gradient is its inverse.
             maps = [_VertexMap(*parts, plan, share, streams == 1 and not share, steps) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
@@ -155,7 +155,7 @@ def _order_and_steps(policy: str | StepPolicy, *, share: bool) -> tuple[str, Ste
         if not share:
             raise GraphError("vertex_map(policy=) takes a function with share=True; without it vertices are of one run")
         return BY_NUMBER, policy
-    # A misspelt order is an error with share=True too, although no order has an effect there.
+    # Refuse a misspelt order with share=True, too, although orders have no effect there.
     order = check_order(policy)
     if not share:
         return order, None
@@ -176,7 +176,7 @@ def _traced(
     traced = function.trace(graph, graph.unique_name(function.name), specs)
     if lift_parts:
         join_products(traced)
-    # Most is gained where all is computed with other runs, but effects are each run's own.
+    # Sharing the whole vertex with other runs gains most, but effects belong to single runs.
     is_all_shared = share and why_not_shareable(traced.body.walk()) is None
     return traced, split(traced, all_in_core=not lift_parts or is_all_shared)
 
@@ -218,7 +218,7 @@ class _VertexKind:
     @property
     def kept(self) -> list[Tensor]:
         """Values that the core gives to the lazy part, beside states."""
-        states = set(self.traced.scattered)  # a list would compare tensors, which builds nodes
+        states = set(self.traced.scattered)  # a set: `in` on a list would compare tensors, which builds nodes
         return [x for x in self.parts.kept if x not in states]
 
 
@@ -272,7 +272,7 @@ class _VertexMap:
         plan = self.schedule
         assert plan.set_types is not None
         (places,) = nonzero(equal(gather(as_tensor(self.graph.types), plan.order), number))
-        # A set is of one type. One of another type has none of these vertices: it starts where it ends.
+        # A set has one type. Sets of other types have none of these vertices, so they start where they end.
         own = astype(equal(plan.set_types, number), int64)
         sizes = subtract(self.set_ends, plan.set_starts[:-1])
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
@@ -300,7 +300,7 @@ class _VertexMap:
         pushes = {name: self._in_order(kinds, [values.get(name) for values in after]) for name in names}
         effects = [node for lifting in self.liftings for node in lifting.effects()]
         if effects:
-            # Assertions hold for every vertex, whatever is asked for.
+            # Assertions are checked for every vertex, whichever results are fetched.
             with control_dependencies(effects):
                 pushes, roots = {name: identity(x) for name, x in pushes.items()}, [identity(x) for x in roots]
         return VertexResults(pushes, self.function.structure.unflatten(roots))
@@ -309,7 +309,7 @@ class _VertexMap:
 
     def _numbers(self, vertices: Tensor) -> Tensor:
         """The sample of each vertex, and its number there: random draws are counted by these."""
-        # Not by its number in the batch: a sample draws the same whichever others are beside it.
+        # Not by its number in the batch: a sample draws the same numbers in any batch.
         samples = as_tensor(self.graph.samples)
         sample = subtract(searchsorted(samples, vertices, side="right"), 1)
         return stack([sample, subtract(vertices, gather(samples, sample))], axis=1)
@@ -394,7 +394,7 @@ class _VertexMap:
         if (shape := given[0][1].shape) is None or not is_static(shape[1:]):
             raise GraphError("vertex_map: what several functions push has rows of a shape that is known in full")
         nothing = zeros((1, *(extent or 0 for extent in shape[1:])), dtype=given[0][1].dtype)
-        # Row 0 is for vertices without the push; behind it stand the rows of each kind, one kind after the other.
+        # Row 0 is for vertices without the push; the rows of each kind follow, kind by kind.
         places, count = zeros((size(self.schedule.order),), dtype=int64), constant(1, int64)
         for kind, _ in given:
             assert kind.places is not None
@@ -420,7 +420,7 @@ class _VertexMap:
         return roots, (states, kept)
 
     def _new_stores(self, kinds: Sequence[_VertexKind]) -> _Stores:
-        # Row 0 is the state of a missing child, which is why ranks count from 1, and 0 is no vertex.
+        # Row 0 is the state of a missing child. So ranks count from 1, and rank 0 means no vertex.
         capacity = add(self.size, 1)
         states = [
             RowStore(x.tensor.dtype, x.shape, capacity).append(expand_dims(x.tensor, axis=0)) for x in self.initial
@@ -429,7 +429,7 @@ class _VertexMap:
 
     def _sets(self, kinds: Sequence[_VertexKind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
         states, kept = self._new_stores(kinds)
-        # Nothing is before the first set, so all that it gathers is `initial`, and computed once.
+        # The first set has no children, so it gathers only `initial`, computed once.
         stores = self._set(kinds, before, constant(0, int64), (states, kept), is_first=True)
         done: tuple[Tensor, _Stores] = while_loop(
             lambda number, stores: less(number, self.n_sets),
@@ -469,7 +469,7 @@ class _VertexMap:
         self, kind: _VertexKind, before: dict[Tensor, LiftedValue], number: Tensor, stores: _Stores, *, is_first: bool
     ) -> _Stores:
         states, kept = stores
-        # Without vertices the first set ends where it starts.
+        # If there are no vertices, the first set ends where it starts.
         stop = kind.starts[minimum(add(number, 1), self.n_sets)] if is_first else kind.ends[number]
         own = slice(kind.starts[number], stop)
         # Stores have no rows to slice. Only stores from outside cross into another part.
@@ -488,7 +488,7 @@ class _VertexMap:
         wanted = [*kind.traced.scattered, *kind.kept]
         found = [rows.spread(x) for x in lifting.values(kind.traced.body, known, wanted, kind.parts.core)]
         given = found[len(states) :]
-        # Ranks say how long the stores are before and after a set, so gradients need not save it of each iteration.
+        # Ranks give the length of the stores before and after a set, so gradients need not save it in each iteration.
         sizes = () if is_first else (self.first_ranks[number], self.next_ranks[number])
         return (
             [append_of_known_size(store, x, sizes) for store, x in zip(states, found, strict=False)],

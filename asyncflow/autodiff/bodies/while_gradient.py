@@ -113,8 +113,8 @@ class _WhileGradient:
                 reached[place] = ensure_shape(grad, node.inputs[place].shape)
         if not self.active:
             return reached
-        # Tensors, not places: each value that is saved below gives the forward loop one more variable, in front of its
-        # captures, whose places move with it.
+        # Tensors, not places: each value saved below adds a variable to the forward loop, in front of its captures,
+        # whose places then move.
         in_body = [self.forward.inputs[place] for place in self.active]
         results = [self.forward.results[place] for place in self.active]
         fixed = [self.forward.inputs[place] for place in self.fixed]
@@ -280,7 +280,7 @@ class _Kept:
 
     def restore(self, body: GradientBody, tensor: Tensor) -> Tensor | None:
         """A value of the forward body, in a gradient body; None to compute it again."""
-        # The order is that of costs: a store, which holds a value of every iteration, is the last resort.
+        # Cheapest first: a store, which holds a value of every iteration, is the last resort.
         if is_constant(tensor):
             with body:
                 return constant(tensor.node.attrs["value"])
@@ -323,7 +323,7 @@ class _Kept:
             inner, store = self._add_variable(new_store)
             self.stores[tensor] = store
             home = _home(store)
-            # A store of an inner loop is saved as one value; all that touches either has to be in one memory.
+            # A store of an inner loop is saved as one value, so all nodes that use either store must be on one device.
             if (inside := store_node(tensor)) is not None:
                 home.colocated_with = inside.name
             number = self.counted[0]
@@ -335,7 +335,7 @@ class _Kept:
         """The device asked for by the node that makes a value of the forward body, or the next of a loop variable."""
         if tensor.node.op is PARAMETER:
             tensor = self.forward.results[self._place(tensor)]
-        # A request for a branch or loop as a whole is none for the values that it gives.
+        # A device requested for a whole branch or loop does not hold for its results.
         return None if isinstance(tensor.node, StructuredNode) else tensor.node.device
 
     def _place(self, parameter: Tensor) -> int:

@@ -63,7 +63,7 @@ def most_at_once(
     """
     most = min(enough / max(rows, 1), block_bytes / max(nbytes, 1))
     if flops < LONG_FLOPS and not on_card:
-        most = min(most, INLINE_FLOPS / max(flops, 1))  # the block is made on the event loop, as one row would be
+        most = min(most, INLINE_FLOPS / max(flops, 1))  # the block is computed on the event loop, like a single row
     return max(1, int(most))
 
 
@@ -110,7 +110,7 @@ def _bound(xp: Namespace, steps: Steps, results: Sequence[int], n_inputs: int) -
             kernel = _giving_scalars(kernel)
         varies = [varying[place] for place in operands]
         varying.append(any(varies))
-        if any(varies):  # else it is done once, for all iterations alike
+        if any(varies):  # else it is computed once for all iterations
             is_slice = op is GETITEM and attrs["key"] == (("input", 0),) and varies == [False, True]
             if op is MATMUL:
                 kernel = _joined(xp, kernel, varies)
@@ -170,7 +170,7 @@ def _joined(xp: Namespace, kernel: Kernel, varies: Sequence[bool]) -> Kernel:
         if progress.count <= 1:
             products = [kernel(first, matrix) if is_left else kernel(matrix, first)]
         elif is_array or (on_card and all(row.shape == first.shape for row in rows)):
-            # A card stacks rows by one kernel for many of them, and joins only few by one.
+            # On a card one kernel stacks many rows, but concatenates only few.
             product = kernel((rows if is_array else xp.stack(rows)).reshape(-1, by.shape[0]), by)
             products = product.reshape(progress.count, *first.shape[:-1], product.shape[1])
         else:
@@ -284,7 +284,7 @@ class ProductsAhead:
 
     def row(self, which: int, index: int) -> Value:
         """Return output number `which` in the iteration with the counter `index`."""
-        # Without the lock, as most iterations find their row made: the tuple of blocks is replaced as a whole.
+        # No lock, as most iterations find their row here: the tuple of blocks is replaced as a whole.
         for block in self._blocks:
             place = (index - block.first) * block.step
             if 0 <= place < block.count:
@@ -300,7 +300,7 @@ class ProductsAhead:
 
     def _block_of(self, index: int) -> _MadeAhead:
         step = self._course.step
-        if (index - self._end) * step < 0:  # it was made, and let go of
+        if (index - self._end) * step < 0:  # computed before, and dropped
             found = next((each for each in reversed(self._asked) if (index - each[0]) * step >= 0), (index, 1))
             return self._make(*found)[0]
         while True:
@@ -310,7 +310,7 @@ class ProductsAhead:
             except Exception:
                 if first == index:
                     raise
-                return self._make(index, 1)[0]  # the iteration that it is the fault of says so itself
+                return self._make(index, 1)[0]  # the failing iteration raises when its turn comes
             self._asked.append((first, count))
             self._end = first + step * block.count
             most = self._most(progress)
@@ -337,7 +337,7 @@ class ProductsAhead:
         course = self._course
         if self._bound is not None and course.margin is not None:
             count = min(count, (self._bound - index) * course.step + course.margin)
-        # Past the end of the dtype the counter would wrap around; in the loop itself it may never get there.
+        # Stop at the end of the dtype, where the counter would wrap around; the loop itself may never get there.
         limits = np.iinfo(course.dtype)
         count = min(count, limits.max - index + 1 if course.step > 0 else index - limits.min + 1)
         ahead = range(index, index + course.step * max(count, 1), course.step)
@@ -369,8 +369,8 @@ def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int,
     return 2.0 * elements(outputs[0]) * summed  # its share of the large product
 
 
-# Each belongs to one activation of one loop, so it is never shared with an equal one. Its shape is unknown: it may be
-# large.
+# Each result belongs to one activation of one loop, so two equal nodes are never merged into one. Its shape is unknown,
+# so it counts as large.
 PRODUCTS_AHEAD = Op(
     "rows_ahead",
     lambda *_, **attrs: Spec(VARIANT),

@@ -144,8 +144,7 @@ class Binding:
         launching, stream = device.asynchronous, self.streams.get(node, 0)
         limit = device.memory.limit
         if launching is None:
-            # Tracking each value costs a region more than many kernels do: without a limit it tells only the total that
-            # it holds.
+            # Tracking each value costs a region more than many kernels do: without a limit it tells only its total.
             track = device.memory.track if self.options.debug or limit is not None else None
             spare_bytes = inf if limit is None else limit / _SPARE
             kernel = partial(self.kernel, device)

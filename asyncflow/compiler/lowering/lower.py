@@ -206,9 +206,8 @@ class _Lowering(FlatBuilder):
         loop = EnclosingLoop(node, place, self.controls(node.control_inputs), node.name, node.parallel_iterations)
         outer = self.values(node.inputs)
         in_cond, in_body = Place(), Place()
-        # Loop variables form cycles, which are built from the middle. First come the Merges, which the predicate reads,
-        # then its LoopCond, the Switches behind it, and the body. The back edges come last, once the body has made
-        # their values.
+        # Loop variables form cycles, built from the middle. First come the Merges, which the predicate reads, then its
+        # LoopCond, the Switches behind it, and the body. Back edges come last, as the body makes their values.
         merges = [
             self.put_merge(loop, "", value, inner.spec, in_cond, inner.node.device)
             for value, inner in zip(outer[:n_vars], body.inputs, strict=False)

@@ -95,12 +95,12 @@ def place(
             node.device = devices[0].name
         return Placement(dict.fromkeys(names, devices[0].name), dict.fromkeys(names, "the only device of the session"))
     numbers = {device.name: number for number, device in enumerate(devices)}
-    # A run that is done again has to be cut as it was: nodes fire in the recorded order, device by device.
+    # A replay needs the recorded partitions: nodes fire in the recorded order, device by device.
     if all(placed.get(node.name) in numbers for node in nodes):
         where = {node: numbers[placed[node.name]] for node in nodes}
         why = dict.fromkeys(nodes, "as in the run that is done again")
     else:
-        # With a kernel of the user's, a card is a choice for a function that the host would compute for it.
+        # With a user's kernel, a function may run on a card instead of the host.
         choices = Choices(graph, devices, kernels)
         if seed is not None:
             where, why = _at_random(nodes, choices, Random(seed))
@@ -166,7 +166,7 @@ class _Placer:
     def run(self) -> tuple[dict[Node, int], dict[Node, str]]:
         """The device and the reason of every node that does work."""
         common = self.choices.common(self.graph.walk())
-        # Most small programs end here: nothing is simulated. With a limit, light work may still not fit.
+        # Most small programs end here, without a simulation. With a limit, light work may still not fit.
         if common and not self.is_limited and self.summarize(self.graph).is_light:
             nodes = [node for node in self.graph.walk() if node.op is not PARAMETER]
             asked = self.choices.asked_reason
@@ -217,13 +217,13 @@ class _Placer:
         condition, body, n_vars = node.predicate, node.body, node.n_vars
         level = self.level(self.choices.counters(node, common))
         values = [
-            # It comes in once, for all iterations.
+            # Transferred once for all iterations.
             level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / ASSUMED_ITERATIONS))
             for outer, *inner in zip(node.inputs, condition.inputs, body.inputs, strict=True)
         ]
         for value, outer in zip(values[n_vars:], node.captures, strict=True):
             level.problem.values[value].home = home(outer)
-        # Overlapping iterations are laid out one behind the other, as long as that is not too much to simulate.
+        # Overlapping iterations are unrolled, as far as they are not too many to simulate.
         n_nodes = len(condition.nodes) + len(body.nodes)
         n_iterations = max(1, min(node.parallel_iterations, _OVERLAPPING, _MOST_UNROLLED // n_nodes))
         variables = values[:n_vars]
@@ -233,7 +233,7 @@ class _Placer:
             level.gate = level.task(condition.results[0])
             level.add_graph(body)
             results = [level.index[result] for result in body.results]
-            # The time of the later half tells what each further iteration adds; the earlier one fills the pipeline.
+            # The later half shows the time that each further iteration adds; the earlier half fills the pipeline.
             if iteration < n_iterations // 2:
                 level.problem.first_part = len(level.problem.tasks)
             if iteration == 0:
@@ -267,7 +267,7 @@ class _Placer:
         loads, hosts = [0.0] * len(self.choices.limits), [0.0] * self.costs.hosts(is_root=False).count
         needed: list[int | None] = [None] * len(node.inputs)
         outputs: list[int | None] = []
-        # The results are where the true branch has them: `outputs` of the last one placed.
+        # The results are on the devices of the true branch, which is placed last.
         for branch in reversed(node.subgraphs):
             level = self.level()
             values = [
@@ -279,7 +279,7 @@ class _Placer:
             placed, reasons = self.outcome(level, solution)
             where.update(placed)
             why.update(reasons)
-            # Only one branch runs, and no estimate says which: the longer one counts, on each device.
+            # Only one branch runs, but it is unknown which: count the longer one on each device.
             span = max(span, solution.span)
             loads = [max(pair) for pair in zip(loads, level.loads(solution), strict=True)]
             hosts = [max(pair) for pair in zip(hosts, level.host_loads(solution), strict=True)]
@@ -332,7 +332,7 @@ class _Placer:
 
     def peak(self, graph: Graph) -> float:
         """The most bytes live at a time, the nodes run in their order."""
-        # A constant is held from first to last, so it has no last reader that would free it.
+        # A constant is held throughout, so it has no last reader that frees it.
         last = {tensor: node for node in graph.nodes for tensor in node.inputs if tensor.node.op is not CONSTANT}
         live = peak = 0.0
         for node in graph.nodes:
@@ -384,7 +384,7 @@ class _Placer:
         full = solution.full[group]
         if full and device not in full:
             return f"{prefix}only {_listed(names, finishes)} has room, not {_listed(names, full)}"
-        # The search weighs whole placements: a node may well be slower by itself where it is.
+        # The search compares whole placements, so a node may be slower on its device than elsewhere.
         if finishes.get(device, float("inf")) > min(finishes.values()):
             together = "it stays with its neighbours, as spreading the work gains too little"
             return prefix + (together if solution.is_gathered else "all work is done sooner that way")

@@ -153,7 +153,7 @@ class Places:
 
     def of(self, value: Value) -> int | None:
         """The device that makes the value, or where it is from the start; None for everywhere."""
-        # A value that goes round a loop is where the iteration before has made it.
+        # A loop variable is where the previous iteration has made it.
         if value.maker is None:
             if value.like is None:
                 return value.home
@@ -185,7 +185,7 @@ class LiveBytes:
     def needs(self, task: Task, device: int) -> float:
         """The bytes that the device would have to hold more while the task runs."""
         values = self.problem.values
-        # Inputs that are here already need no more; what the group holds is counted with its first task.
+        # Inputs already on the device need no more memory; bytes held by the group count with its first task.
         more = task.workspace + sum(values[output].nbytes for output in task.outputs)
         more += sum(values[i].nbytes for i in task.inputs if device not in self.holders.get(i, ()))
         return more if task.group in self.held else more + self.problem.groups[task.group].held
@@ -209,7 +209,7 @@ class LiveBytes:
                 self.used[device] += values[index].nbytes
         for index in task.inputs:
             self.uses[index] -= 1
-            # After its last use a value is gone from every device that has it.
+            # After its last use a value is freed on every device.
             if self.uses[index] == 0:
                 for holder in self.holders.pop(index):
                     self.used[holder] -= values[index].nbytes
@@ -256,13 +256,13 @@ class Execution:
         device = self.places.devices[task.group]
         # Without contention, times depend on the longest path alone.
         free = self.free if contend else [0.0] * len(self.free)
-        # The thread launches a task ahead of what the task waits for, and is behind only where it has too much to do.
+        # The thread launches a task before its inputs are ready, and is late only if it is overloaded.
         if self.hosts and contend:
             ready = max(ready, self._launched(task, device))
         if task.spread is not None:
             finish = ready + task.spread.span
             for used, load in enumerate(task.spread.loads):
-                # The task ends with its latest device, but no earlier than with all of its devices free.
+                # The task ends with its last device, but no earlier than if all of its devices were free.
                 if load > 0.0:
                     free[used] = max(free[used], ready) + load
                     finish = max(finish, free[used])
@@ -298,7 +298,7 @@ def host_ns(places: Places, task: Task, device: int | None, known: set[tuple[str
     if device is not None and task.spread is None and task.launches:
         thread, opened = hosts.of[device], ("device", device, task.part)
         if thread is not None:
-            # A device costs the thread a part of the run of its own, however little it computes.
+            # Each used device adds a partition of the run, which costs the thread time however little it computes.
             taken[thread] += task.launches[device]
             if opened not in known:
                 known.add(opened)
@@ -309,7 +309,7 @@ def host_ns(places: Places, task: Task, device: int | None, known: set[tuple[str
         source = places.of(value)
         if source is None or needed is None or source == needed or ("value", i, needed) in known:
             continue
-        # A value is sent once, however many tasks use it there.
+        # A value is sent once to a device, however many tasks use it there.
         known.add(("value", i, needed))
         thread = hosts.of[source]
         if thread is not None:
@@ -334,7 +334,7 @@ def simulate(
     ]
     heapq.heapify(queue)
     crossings: set[tuple[int, int]] = set()
-    # The earliest task goes first, whatever its device: all devices have one clock, and one host.
+    # The earliest task goes first, whatever its device: all devices share one clock and one host.
     while queue:
         ready, index = heapq.heappop(queue)
         execution.run(index, ready, contend=contend)
@@ -376,7 +376,7 @@ def loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[floa
 def host_loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[float]:
     """The ns of work of each thread of the host, of all tasks from the `first` one on."""
     total = [0.0] * problem.hosts.count
-    # Most problems have no such thread, and a search asks often.
+    # Fast path: most problems have no such thread, and a search calls this often.
     if total:
         places, known = Places(problem, devices), set[tuple[str, int, int]]()
         for task in problem.tasks[first:]:

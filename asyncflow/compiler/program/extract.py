@@ -117,7 +117,7 @@ class _Analysis:
                 f"{streamed[0].name} is in a branch or loop inside of a loop with a pool, which hands out values of "
                 f"its own body alone: stream a value of that body\n  built at {streamed[0].node.location}"
             )
-        # Nested loops ask about their inner loops again and again while their own needs grow.
+        # Cached: nested loops query their inner loops repeatedly while their own needs grow.
         self._memo: dict[tuple[Node, tuple[int, ...]], _Inside] = {}
 
     def of_graph(self, graph: Graph, roots: Iterable[Tensor | Node]) -> _Need:
@@ -127,8 +127,8 @@ class _Analysis:
                 self._need_tensor(root, need)
             else:
                 self._need_node(root, need)
-        # Inputs stand before their users, so one backward sweep is enough; only the back edges of hand-written loops
-        # point forward and call for another.
+        # Inputs stand before their users, so one backward sweep is enough. Only back edges of hand-written loops point
+        # forward, and need another sweep.
         done = need.done
         settled: set[Tensor] = set()
         checks: dict[Node, None] = {}
@@ -148,7 +148,7 @@ class _Analysis:
             settled.update(asked)
             for tensor in asked:
                 self._need_shape(tensor, need)
-            if not asked:  # all else is settled now; one check at a time, as its inputs may settle others
+            if not asked:  # the rest is settled; take one check at a time, as its inputs may settle others
                 node, _ = checks.popitem()
                 if self._is_at_hand(node.inputs[1].node.inputs[0], need):
                     self._need_inputs(node, need)
@@ -190,7 +190,7 @@ class _Analysis:
 
     def _need_tensor(self, tensor: Tensor, need: _Need) -> None:
         if tensor not in need.tensors and isinstance(tensor.node, StructuredNode):
-            need.done.discard(tensor.node)  # another of its results is wanted
+            need.done.discard(tensor.node)  # a further result is wanted, so visit the node again
         need.tensors[tensor] = None
         if tensor not in self.feeds:
             need.nodes[tensor.node] = None
@@ -232,7 +232,7 @@ class _Analysis:
         of_predicate = self._of_body(node.predicate, (0,))
         # A loop needs a variable to iterate on, even if only its effects are wanted.
         variables = set(used) or {0}
-        # A variable that is read needs its next value, which may read further ones.
+        # A variable that is read needs its next value, which may read more variables.
         while True:
             bodies = of_predicate, self._of_body(node.body, sorted(variables))
             read = {i for i in range(node.n_vars) if _reads_input(node, i, bodies)}
@@ -287,7 +287,7 @@ class _Copy:
             self._feed(tensor, index)
         self._refuse_unfed(need)
         self._copy_nodes(self.source, self.target, need)
-        # A loop written by hand has edges from nodes behind their users, which had no copy yet.
+        # Back edges of hand-written loops start at later nodes, which have a copy only now.
         for made, original in self.back_edges:
             made.inputs = [self.tensors[tensor] for tensor in original.inputs]
         fetch_nodes = [self._fetch(fetch) for fetch in fetches]
@@ -328,7 +328,7 @@ class _Copy:
                     self.shapes[output] = self._shape_by_rule(output, target)
             if node not in need.nodes or node.op is PARAMETER:
                 continue
-            if node in need.unchecked:  # its value passes on as it is
+            if node in need.unchecked:  # skip the check: its input stands in for it
                 self._stand_in(node, self.tensors[node.inputs[0]])
                 continue
             if node.op is SHAPE and node.inputs[0] not in self.tensors and node.inputs[0] in self.shapes:
@@ -347,7 +347,7 @@ class _Copy:
 
     def _stand_in(self, node: Node, value: Tensor) -> None:
         self.tensors.setdefault(node.outputs[0], value)
-        self.nodes[node] = value.node  # nodes that waited for the check, or the shape, wait for this one
+        self.nodes[node] = value.node  # control edges from the check, or the shape, start here instead
 
     def _shape_by_rule(self, tensor: Tensor, target: Graph) -> Tensor:
         node = tensor.node

@@ -217,7 +217,7 @@ class _Line:
     def _join(self, a: _FusedUnit, b: _FusedUnit, shape: Shape) -> bool:
         """Make one unit of two, if one kernel can do it; return True if so."""
         if (a.before & b.behind) | (a.behind & b.before):
-            return False  # something stands between them
+            return False  # a node between them depends on one, and the other on it
         members = sorted((*a.members, *b.members))
         if not self._fits(members, shape):
             return False
@@ -235,7 +235,7 @@ class _Line:
 
     def _take_in_all(self) -> None:
         """Take in views, and the units behind views, as far as possible."""
-        # Backwards, as a unit is taken in behind the views of its results; each may let another one in.
+        # Backwards, so that views go in before the units they view; each step may allow another.
         while sum(self._take_in(number) for number in reversed(range(len(self.nodes)))):
             pass
 
@@ -247,7 +247,7 @@ class _Line:
             return False
         outputs = self._interface(unit.members)[1]
         users = {user for tensor in outputs for user in self.users.get(tensor, ())} - set(unit.members)
-        # The users of several parts of one value share no tensor, and have not been tried together.
+        # Users of several parts of one value share no tensor, so no earlier step has tried to join them.
         if is_view:
             for first, second in pairwise(sorted(users)):
                 self._try_to_join(first, second)
@@ -255,7 +255,7 @@ class _Line:
         if len(targets) != 1 or not self.results.isdisjoint(outputs):
             return False
         (target,) = targets
-        # A user of the whole value, beside views of it, would need it in memory.
+        # A user of the whole value, besides views of it, would need it in memory.
         if target.shape is None or not (is_view or users <= self._looks.keys()):
             return False
         return self._join(unit, target, target.shape)
@@ -279,7 +279,7 @@ class _Line:
         node = self.nodes[number]
         shape, place = node.inputs[0].shape, numbers.get(node.inputs[0].node)
         if node.op in SCALINGS and is_reduction(node, shape):
-            self.units[number].shape = shape  # a kernel of its own, if no other takes it in
+            self.units[number].shape = shape  # a separate kernel, unless another unit takes it in
         if place is None or place in self._looks or self._ends(place):
             return
         unit = self.units[place]
@@ -295,7 +295,7 @@ class _Line:
             chain = self._chain(members, inputs, outputs)
             if chain is None:
                 return False
-            # A value that is read through several views is loaded, or computed, for each of them.
+            # A value read through several views is loaded, or computed, for each view.
             reads, values = in_use(chain)
             if len({_n_reduced(self.nodes[member]) for member in members if self.nodes[member].op in ENDS_OF_ROWS}) > 1:
                 return False

@@ -129,7 +129,7 @@ def is_compilable(node: Node) -> bool:
     if node.op in (EMIT, FEED, FETCH, CONTROL_TRIGGER):
         return False
     if node.op.conduct.is_user and node.op not in BY_ROW_OPS:
-        return False  # it may block: it gets a thread of its own if it is slow; rows let the region stop in between
+        return False  # may block, so a slow one gets a thread; ops over rows let the region stop between rows
     return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.conduct.is_async)
 
 
@@ -207,7 +207,7 @@ class _Clustering:
         lanes = {node: self.lane(node) for node in graph.nodes}
         joins = {node for node in graph.nodes if self.may_join(node, lanes[node])}
         alone = set[Node]()
-        # Bodies before this level: a loop that stays primitives has regions inside.
+        # Bodies first: a loop that stays primitives has regions inside.
         for node in graph.nodes:
             if isinstance(node, WhileNode) and node not in joins and self.may_be_alone(node, lanes[node]):
                 alone.add(node)
@@ -223,7 +223,7 @@ class _Clustering:
             if (node in joins or node in alone) and node.op is not PARAMETER and not is_everywhere(node):
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
         cut = [each[at : at + _LARGEST] for each in clusters.values() for at in range(0, len(each), _LARGEST)]
-        # A function for a single kernel saves no firing. A single branch or loop saves the firings of its primitives.
+        # A region of one kernel saves no firing; a region of one branch or loop saves the firings of its primitives.
         chosen = [part for part in self.joined(body, cut, lanes) if len(part) > 1 or part[0].subgraphs]
         if self.random is not None:
             chosen = [_shuffled(part, self.random) for part in chosen]
@@ -245,7 +245,7 @@ class _Clustering:
             lane = lanes[cluster[0]]
             if lane is None or lane.device not in self.enqueuing:
                 return None
-            # Counters run ahead of kernels, and take others with them.
+            # Regions of host values, such as counters, run ahead of kernels.
             is_ahead = all(tensor in self.on_host for node in cluster for tensor in node.outputs)
             return None if is_ahead else lane
 
@@ -257,14 +257,14 @@ class _Clustering:
                 asked = {tensor for inner in node.predicate.nodes for tensor in inner.inputs}
                 pairs = zip(node.predicate.inputs, body.results, strict=False)
                 decisive = [result for variable, result in pairs if variable in asked]
-                # The result of a loop's body that a variable takes over stands at the variable's own place.
+                # A body result that becomes a loop variable is at the variable's place.
                 self.cluster(Body(body, node.carried, decisive, is_loop=True))
             else:
                 self.cluster(Body(body, wanted=body.results))
 
     def lane(self, node: Node) -> ComputeStream | None:
         """Return the lane of the node; None for a branch or loop that is spread over several lanes."""
-        # A branch or loop is in a lane only if all that it does is: else its parts cross lanes by themselves.
+        # A branch or loop is in a lane only if all its nodes are: else its parts cross lanes by themselves.
         found = self.lanes(node) if node.subgraphs else None
         if not found:
             return ComputeStream(node.device, self.streams.get(node, 0))
@@ -275,7 +275,7 @@ class _Clustering:
         return {self.lane(inner) for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)}
 
     def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
-        # With a seed, results must not depend on the order: such a node stays a firing that the seed can hold back.
+        # With a seed, such a node stays a separate firing, which the seed can delay to reveal dependence on order.
         if self.random is not None and _may_overtake(node):
             return False
         return (
@@ -351,7 +351,7 @@ def _crossings(
 
     for node in graph.nodes:
         for tensor in node.inputs:
-            # The next iteration must not wait longer than it has to either.
+            # The next iteration must not wait longer than necessary, either.
             cross(tensor, sent_by.get(tensor, tensor.node), node)
         for control in node.control_inputs:
             cross(control, control, node)
@@ -363,14 +363,14 @@ def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[N
     """Return for each node the waiting nodes and crossings before it and behind it."""
     graph = body.graph
     if not barriers and not crossings.count:
-        return dict.fromkeys(graph.nodes)  # nothing ever waits: one key for all
+        return dict.fromkeys(graph.nodes)  # no node waits: one key for all
     into = {node: 1 << index for index, node in enumerate(barriers)}
     out_of = dict(into)
     for node, awaited in _awaited_next(body, into).items():
         out_of[node] = out_of.get(node, 0) | awaited << len(barriers)
     if crossings.count * len(graph.nodes) > _MOST_BITS:
         sets = _before_and_behind(graph, into, out_of)
-        # The most crossings on a path to each node, and on one from it; these too only grow and shrink along edges.
+        # The most crossings on any path to each node, and from it. Along edges these also only grow and shrink.
         ones, out = dict.fromkeys(crossings.into, 1), dict.fromkeys(crossings.out_of, 1)
         longest = _before_and_behind(graph, ones, out, max, add)
         return {node: (sets[node], longest[node]) for node in graph.nodes}
@@ -429,7 +429,7 @@ def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
     kept = [node for node in graph.nodes if node not in owner]
     for node in kept:
         replaced.apply(node)
-    # A region runs as a whole, so that a node between two of its members may have to move before or behind it.
+    # A region runs as a whole, so a node between two members may have to move before or behind it.
     graph.nodes[:] = ordered(kept, _sources)
     replaced.apply_to_results(graph)
     return made

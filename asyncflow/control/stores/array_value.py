@@ -77,7 +77,7 @@ class ArrayContent:
         """
         found = cast("tuple[Spec, bool, bool, int, Spec | None, Sequence[int], Sequence[_Element]]", parse_value(text))
         spec, dynamic_size, clear_after_read, size, common, numbers, values = found
-        # An element that was read for the last time has a shape alone.
+        # An element that was read for the last time has only a shape.
         if not all(isinstance(each, tuple) or getattr(each, "dtype", None) == spec.dtype for each in values):
             raise ValueError(f"no TensorArray of {spec} has elements {values!r:.50}")
         kind = ArrayKind(spec.dtype, spec.shape, dynamic_size, clear_after_read)
@@ -86,7 +86,7 @@ class ArrayContent:
 
     def value(self, xp: Namespace = np) -> ArrayValue:
         """Return a state with the content, in a new store; `xp` is the array namespace of the elements."""
-        # Without a block: elements are kept one by one, so that each has the bits of the record.
+        # Without a block: elements kept one by one have exactly the recorded bits.
         store = Store(xp, self.kind, Family(in_block=False))
         for index, found in self.elements.items():
             element = store.elements[index] = Element(None if isinstance(found, tuple) else found, 0)
@@ -141,7 +141,7 @@ class ArrayValue:
     def content(self) -> ArrayContent | None:
         """Return copies of all elements, on their device; None if the array is closed."""
         store, found = self._store, dict[int, Array | tuple[int, ...]]()
-        # Copies, as a reader that is the last one may own the memory of an element and write to it.
+        # Copy: the last reader of an element may own its memory and write to it.
         with store.family.lock:
             if store.family.is_closed:
                 return None
@@ -149,7 +149,7 @@ class ArrayValue:
             for index in range(0 if rows is None else rows.count):
                 assert rows is not None
                 found[index] = rows.shape if rows.taken[index] else rows.row(index).copy()
-            # Versions above this state's belong to later writes, which may have come from another thread.
+            # Higher versions belong to later writes, perhaps from another thread.
             for index, element in store.elements.items():
                 value = element.value
                 value = value.row(index) if isinstance(value, Block) else value
@@ -200,7 +200,7 @@ class ArrayValue:
         with store.family.lock:
             store.require_open()
             target = store.newest_at(self._version)
-            # A written element is in the way: rows are all of the array.
+            # Rows fill the whole array, so no element may be written before.
             target.require_unwritten(next(iter(target.elements), 0))
             target.latest += 1
             target.rows = Rows(values, target.latest)
@@ -222,7 +222,7 @@ class ArrayValue:
         size = self._size_of_all(len(counts), "split", "lengths")
         pieces, start = [], 0
         for index, count in enumerate(counts):
-            # Before any piece is kept, so that a state never has a part of them.
+            # Check before keeping any piece, so that a state never has only some of them.
             self._check_shape((count, *values.shape[1:]), index)
             pieces.append((index, values[start : start + count]))
             start += count
@@ -238,7 +238,7 @@ class ArrayValue:
             version, elements = target.latest, target.elements
             for index, value in items:
                 target.require_unwritten(index)
-                # The first element tells of what shape the others probably are.
+                # The first element predicts the shape of the others.
                 if not elements and not keep:
                     target.block = target.new_block(size, value)
                 block = target.block
@@ -302,7 +302,7 @@ class ArrayValue:
         if not 0 <= index < self.size:
             raise IndexError(f"cannot read element {index} of a TensorArray of size {self.size}")
         store = self._store
-        # Only a read that frees the element needs the lock: other threads may read it at the same time.
+        # Only a read that frees the element needs the lock, as other threads may read it at the same time.
         if store.kind.clear_after_read:
             with store.family.lock:
                 value = store.find(index, self._version, keeps=keeps)
@@ -369,7 +369,7 @@ class ArrayValue:
                     f"elements of one shape can be stacked; element {indices[0]} has shape {format_shape(first)}, "
                     f"element {index} has shape {format_shape(element.shape)}"
                 )
-        # Several times faster than stacking rank-0 arrays; elsewhere only counters are NumPy's scalars.
+        # Several times faster than stacking 0-d arrays; on other devices only counters are NumPy scalars.
         if not first and dtype.kind in SCALAR_KINDS and all(isinstance(element, np.generic) for element in elements):
             return xp.asarray(np.array(elements, dtype))
         return xp.stack(elements)

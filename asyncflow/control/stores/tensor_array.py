@@ -190,7 +190,7 @@ SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
 _SIZES = replace(KERNELS, host_outputs=(0,))
 CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None, traits=replace(KERNELS, host_outputs=(1,)))
 SIZE = _array_op("size", lambda: Spec(int64, ()), lambda array: np.int64(array.current_size()), traits=_SIZES)
-# A resource of its own: never pruned from a body that runs, and not ordered with anything else.
+# Its own resource: never pruned from a body that runs, and not ordered with other nodes.
 CLOSE = _array_op("close", lambda: (), _close, effects=lambda node: ((node, Access.WRITE),))
 
 
@@ -238,7 +238,7 @@ class TensorArray(Handle):
     )
 
     _kind: ArrayKind
-    # Known of this very handle, and behind a loop or branch read off the graph again: the size, and the elements.
+    # Facts about this handle: size and elements. Behind a loop or branch they are read off the graph again.
     _length: int | Tensor | None
     _common: Common
 
@@ -392,8 +392,8 @@ class TensorArray(Handle):
         """
         graph = graph_for(self.handle)
         handle = graph.import_tensor(self.handle)
-        # Earlier arrays of the lineage share the elements. Nodes of other bodies are not looked for: as they stand
-        # inside a branch or loop of this graph, that node is a user itself.
+        # Earlier arrays of the lineage share the elements. Nodes of inner bodies need no search: their branch or loop
+        # in this graph is a user itself.
         states = {handle}
         while handle.node.graph is graph and handle.node.op in _WRITERS:
             handle = handle.node.inputs[0]
@@ -418,7 +418,7 @@ class TensorArray(Handle):
 
     def _value(self, value: TensorLike) -> Tensor:
         """The value to be written, as a tensor; Python numbers, and lists of them, take the dtype of the array."""
-        with graph_for(self.handle):  # the array's graph, also if only Python numbers are written
+        with graph_for(self.handle):  # the array's graph, even if only Python numbers are written
             tensor = as_tensor(value, self.dtype if type(value) in _WEAK else None)
         if tensor.dtype == VARIANT:
             raise GraphError("elements of a TensorArray are tensors; keep several arrays instead of arrays in an array")
@@ -451,7 +451,7 @@ def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
     array = TensorArray.from_handle(children[0], kind)
     # A branch or loop returns a new handle: shape and length are read off the graph again.
-    if isinstance(array.handle, Tensor):  # nests are also made of names and paths
+    if isinstance(array.handle, Tensor):  # nests are also built of names and paths
         array._common, maker = elements_of(array.handle, kind.element_shape, _WRITERS)
         array._length = None if maker is None else _fixed_length(maker)
     return array

@@ -176,7 +176,7 @@ class CudaDevice(Progress):
         if self._count == 1:
             with self.compute:
                 self.pool.prime()
-        # On a stream of its own, which is never busy: how late an answer comes is how wrong the clock is.
+        # On its own, idle stream: a late answer would make the clock wrong by the delay.
         self._clock = Clock(cupy, clock)
 
     def __repr__(self) -> str:
@@ -261,7 +261,7 @@ class CudaDevice(Progress):
             try:
                 streams = [stream.raw for stream in self.compute_streams]
                 self._namespace.products = Products(self.cupy, library, streams)
-            except RuntimeError:  # most often there is no room for it
+            except RuntimeError:  # usually out of memory
                 _log.info("%s makes no CUDA graphs of products", self.name, exc_info=True)
 
     def activate(self) -> Raw:
@@ -290,7 +290,7 @@ class CudaDevice(Progress):
         """The constant's array, which all later work of a compute stream finds there."""
         if type(constant) is not CudaArray:
             return constant
-        if _is_on_loop():  # else it was waited for
+        if _is_on_loop():  # else the caller has waited for the copy
             constant.order(self.compute_streams[stream])
         return constant.array
 
@@ -377,7 +377,7 @@ class CudaDevice(Progress):
             deliver(value.value, None)
         elif type(value) is CudaArray:
             assert isinstance(source, CudaDevice)
-            self.answer(deliver, self.copies.receive, value, source)  # whichever side is at fault
+            self.answer(deliver, self.copies.receive, value, source)  # delivers errors of either side
         else:
             super().receive(value, source, deliver, sent_ns)
 
@@ -413,7 +413,7 @@ class CudaDevice(Progress):
         """
         enough = self.memory.used - nbytes
         for stream in self._copying:
-            stream.note_launched()  # all that it holds belongs to copies that it has
+            stream.note_launched()  # its held objects belong only to its own copies
         for stream in (*self.compute_streams, self.peer, self.d2h, self.h2d):
             for _ in stream.hand_over(self._heirs):
                 if self.memory.used <= enough:
@@ -470,7 +470,7 @@ class CudaDevice(Progress):
         """
         if self._spans is None:
             return _UNTIMED
-        self.launched += 2  # its events take as much room in the stream as kernels do
+        self.launched += 2  # its two events take as much of the stream's queue as kernels
         return PendingSpan(self._clock, stream, name, role or self._roles[stream], nbytes, self._spans)
 
 

@@ -77,8 +77,7 @@ class Lease:
         self.pool = pool
 
     def __del__(self) -> None:
-        # Return the memory to the pool first, then credit the account: no thread may be admitted before the memory is
-        # free.
+        # Return memory to the pool first, then credit the account: no thread may be admitted before it is free.
         self.pointer = None
         self._account.credit(self._charge)
 

@@ -90,7 +90,7 @@ class _OneKernel:
     def __enter__(self) -> None:
         self._at_once, self._account.credit = self._account.credit, self._late.append
 
-    # Only the account is late: the memory itself has gone back to its pool, and its hazards were checked.
+    # Only the account is late: the memory is back in its pool, and its hazards were checked.
     def __exit__(self, *exc: object) -> None:
         self._account.credit = at_once = self._at_once
         for charge in self._late:
@@ -152,7 +152,7 @@ class Storage:
         Raises:
             MemoryLimitExceeded: it does not fit.
         """
-        self._charge = 0  # which `__del__` looks at if it does not fit
+        self._charge = 0  # for `__del__`, if the charge below fails
         self._charge = home.memory.charge(nbytes, written.label)
         self.home = home
         self.pool = pool
@@ -167,8 +167,8 @@ class Storage:
     def __del__(self) -> None:
         if not self._charge:
             return
-        # May run on any thread, inside any call: `credit` takes no lock, and hazards are noted here and raised later.
-        # Where only the pool's own stream touched the memory, its order is enough, and nothing is checked.
+        # May run on any thread, inside any call: `credit` takes no lock, and hazards are noted here but raised later.
+        # If only the pool's own stream used the memory, its order is enough, and no check is needed.
         home = self.home
         home.memory.credit(self._charge)
         if self.readers is not None or self.written.stream is not self.pool:
@@ -190,7 +190,7 @@ class Storage:
 
     def keep(self, array: Array | None = None) -> None:
         """Let state have the memory: it is not overwritten, and lives as long as state's `array` of it."""
-        # State may hand the array out again after every `SimArray` of it has gone.
+        # State may hand out the array again after all its `SimArray` objects are gone.
         self.array = None
         if array is not None:
             self.home.machine.keep(owner_of(array), self)
@@ -247,7 +247,7 @@ class SimArray(DeviceArray):
 
     def __getitem__(self, key: Index) -> SimArray:
         """A view of a part, written by the same work."""
-        # Its shape is found on an array without values, which a simulation of shapes has alone.
+        # Index an array without values to find the shape: a simulation of shapes has no other.
         part = self.stand_in()[key]
         data = None if self.data is None else part
         return SimArray(data, self.dtype, part.shape, self.storage, self.written, self.name)
@@ -322,7 +322,7 @@ class SimUnknown(DeviceValue):
         """Return an array of the same dtype and shape that takes no memory: NaN, or 0."""
         return no_data(self.dtype, self.shape)
 
-    # A predicate or an index without data would otherwise choose a path of the program by chance.
+    # Otherwise a predicate or an index without data would choose an arbitrary path of the program.
     def __bool__(self) -> NoReturn:
         raise self._unseen()
 
@@ -352,12 +352,12 @@ def quiet() -> AbstractContextManager[None]:
 def poison(array: Array) -> None:
     """Overwrite a freed array with NaN, or bytes 0xDD."""
     if not (array.flags.owndata and array.flags.writeable):
-        return  # not the device's own
+        return  # not the device's own memory
     dtype = array.dtype
     if dtype.kind in "fc":
         array.fill(np.nan)
     elif dtype.kind == "b":
-        array.fill(True)  # no other byte is a bool
+        array.fill(True)  # the only nonzero byte that is a bool
     elif dtype.itemsize:
         array.fill(np.frombuffer(_POISON_BYTE * dtype.itemsize, dtype)[0])
 
@@ -382,12 +382,12 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
     found = _NO_DATA.get(dtype)
     if found is None:
         number = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
-        is_buffer = dtype.isbuiltin == 1 and dtype.kind in "biufc"  # Python knows it, and an array is made of it
+        is_buffer = dtype.isbuiltin == 1 and dtype.kind in "biufc"  # fast path: a plain buffer can have these dtypes
         found = _NO_DATA[dtype] = number[()], number.tobytes(), is_buffer
     number, element_bytes, is_buffer = found
     if not shape:
         return number
-    # Of bytes, which are read-only: all that look into it are known to be so, and state need not copy it.
+    # Built on bytes, so all its views are known to be read-only, and state need not copy them.
     element = _new_array(StandIn, (), dtype, element_bytes)
     element.storage = storage
     if is_buffer:
@@ -395,7 +395,7 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
     return np.broadcast_to(element, shape)
 
 
-# Only for arrays that no state keeps: each of these stands for a storage of its own.
+# Only for arrays outside state: an array that state keeps needs its own storage.
 _shared_no_data = lru_cache(256)(no_data)
 
 _NO_DATA: dict[DType, tuple[Placed, bytes, bool]] = {}

@@ -92,7 +92,7 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
         raise type(error)(f"{op.name}: {error.reason}\n  inputs   {seen or 'none'}") from None
     if not graph.frames and op.name != "enter":
         return graph.add_node(op, tensors, attrs, made, name=name).outputs
-    # A loop written by hand: its frames are checked as it is built.
+    # A hand-written loop: check its frames while it is built.
     sources = [*(tensor.node for tensor in tensors), *graph.scope.controls]
     for source in sources:
         _record_frame(graph, source)
@@ -118,7 +118,7 @@ def _record_frame(graph: Graph, node: Node) -> None:
 
 def is_symbolic(value: object) -> TypeGuard[Tensor | SupportsTensor]:
     """Return True if `value` is a tensor or converts to one, such as a `Variable`."""
-    # Its type is asked: isinstance of a protocol takes longer than all else that a constant needs.
+    # Check the type: `isinstance` with a protocol takes longer than the rest of making a constant.
     return isinstance(value, Tensor) or hasattr(type(value), "__asyncflow_tensor__")
 
 
@@ -181,14 +181,14 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
         raise GraphError("a masked array would lose its mask; fill it first, with .filled(value)")
     is_text = _is_text(value)
     try:
-        # Else NumPy would make each string as long as the longest of them.
+        # Else NumPy would make each string as long as the longest one.
         array = np.array(_on_host(value), string if is_text else None)
-    except GraphError:  # a tensor's, in a list or in place of it: it has no value
+    except GraphError:  # raised by a tensor, alone or in a list: it has no value
         _refuse_tensors(value)
         raise
     except (ValueError, OverflowError) as error:
         _refuse_tensors(value)
-        is_ragged = "inhomogeneous" in str(error)  # NumPy's word, in a sentence about its own parts
+        is_ragged = "inhomogeneous" in str(error)  # NumPy's word, in a message about its internals
         reason = "its nested lists differ in length or depth; pad them to one shape" if is_ragged else error
         raise GraphError(f"cannot make a tensor of {brief(value)}: {reason}") from error
     except (MemoryError, RecursionError):
@@ -258,7 +258,7 @@ def refuse_coroutines(*values: object) -> None:
     coroutines = [value for value in values if inspect.iscoroutine(value)]
     hints = [_instead_of(coroutine) for coroutine in coroutines]
     for coroutine in coroutines:
-        coroutine.close()  # it will never be awaited, which Python would warn of
+        coroutine.close()  # never awaited: Python would warn otherwise
     if coroutines:
         raise GraphError(f"{coroutines[0].__qualname__}(...) is a coroutine, not a value: {hints[0]}")
     for value in values:
@@ -368,7 +368,7 @@ def awaited_node(item: object, graph: Graph) -> Node | None:
     if not isinstance(item, Tensor):
         return graph.import_control(item)
     if isinstance(item.node, StructuredNode) and encloses(item.graph, graph):
-        with reopened(item.graph):  # outside the bodies around `graph`, which would capture it
+        with reopened(item.graph):  # in the outer graph, as inner bodies would capture it
             item = identity(item)
         item.node.device = item.node.colocated_with = None
     return graph.import_control(item.node)

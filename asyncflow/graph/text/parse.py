@@ -24,7 +24,7 @@ from asyncflow.graph.values.spec import Spec, show_specs, specs_agree
 
 NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 _CONSTANTS: dict[str, Any] = {"none": None, "true": True, "false": False, "nan": float("nan")}
-# `as_dtype` takes further names, such as "f4"; a text has one for each dtype.
+# `as_dtype` accepts more names, such as "f4"; the text form has one name for each dtype.
 _DTYPE = r"bool|u?int(8|16|32|64)|float(16|32|64|96|128)|bfloat16|complex(64|128|192|256)|string|variant"
 _CALLS: dict[str, tuple[type, int]] = {"complex": (complex, 2), "slice": (slice, 3)}
 _KEYS = "a key of a dict is a string, number, bool or none, and stands there once"
@@ -63,7 +63,7 @@ def parse_graph(
     """
     parser = _Parser(text, file, {name: _op_of(name, op) for name, op in ops.items()}, resources)
     graph = parser.graph()
-    # Under a misspelt name it would be passed over, and the text's description be made into another one.
+    # Refuse unknown names: with a misspelt name, a new resource would be made from the text's description.
     for name in resources:
         if name not in parser.resources:
             known = ", ".join(map(repr, parser.resources)) or "none"
@@ -123,7 +123,7 @@ class _Parser(Tokens):
         while self.skip("resource"):
             self._declare()
         self._read_nodes(graph)
-        while self.skip("assume"):  # behind all nodes, as it may name nodes of any body
+        while self.skip("assume"):  # after all nodes, as it may name nodes of any body
             self._assume()
         self.want(self.kind == "end", "a node such as '%x = ...'")
         for node, references, start in self._loops:
@@ -188,7 +188,7 @@ class _Parser(Tokens):
             attrs["spec"] = specs
         if self.skip("{"):
             self._read_bodies(graph, attrs)
-        # All of these are the text's, and nothing is left of scopes that the caller may stand in.
+        # Only the text decides these: scopes of the caller do not apply.
         with graph.scoped(name_scope="", controls=controls, device=device, colocated_with=beside):
             node = graph.add_node(op, inputs, attrs, specs, name=name, location=location)
         if late:
@@ -232,7 +232,7 @@ class _Parser(Tokens):
         if not isinstance(graph, Subgraph):
             raise self.fault("only the body of a branch or loop can capture", offset)
         outer = self._nodes.get(name)
-        # A body captures from the one right around it. From further out, each body between them captures, too.
+        # A body captures from the body directly around it; each body between captures a value from further out.
         if outer is None or outer.graph is not graph.parent:
             raise self.fault(f"%{name} is no earlier node of the graph around this body", offset)
         tensor = self._output(outer, captured)
@@ -248,7 +248,7 @@ class _Parser(Tokens):
         except GraphError as error:
             raise self.fault(f"{op.name} of {seen}: {error.reason}", start) from error
         except Exception as error:
-            # The rule of an op may stumble anywhere over attrs that only a text can give it.
+            # An op's rule may raise anything for attrs that only a text can contain.
             raise self.fault(f"{op.name} does not take {seen} and these attrs: {told(error)}", start) from error
         said, found = show_specs(inferred), show_specs(claimed)
         self.check(fits, f"{op.name} of {seen} gives {said}, but the text says {found}", start)
@@ -290,7 +290,7 @@ class _Parser(Tokens):
         if node is not None and node.graph is graph:
             return node
         reason = "is not built in this graph or body; a body gets at tensors outside by '%inner = capture %outer'"
-        # The text is only searched for the message: a parser that goes on has no need to know.
+        # Search the text only now, as only the message needs it.
         later = re.compile(rf"%{re.escape(quote_name(name))}\s*=")
         if node is None and (name in self._nodes or later.search(self.text, self.offset)):
             reason = "is used before the line that builds it; only a merge takes a later node (the loop's back edge)"
@@ -317,7 +317,7 @@ class _Parser(Tokens):
         start, opening = self.offset, self.word
         self.want(opening in _CLOSING, "a value")
         self.take()
-        self.deeper("lists, tuples and dicts")  # an error in place of a RecursionError, however deep a text nests
+        self.deeper("lists, tuples and dicts")  # raises a proper error instead of a RecursionError for deep nesting
         is_tuple, is_dict = opening == "(", opening == "{"
         found, comma = self.until(_CLOSING[opening], self._item if is_dict else self.value)
         self.depth -= 1
@@ -373,7 +373,7 @@ class _Parser(Tokens):
     def _array(self, start: int, *, is_scalar: bool) -> Any:
         self.expect("(")
         spec, data, is_encoded = self._spec(), None, False
-        if 0 not in (spec.shape or ()):  # an empty array is written as its dtype and shape alone
+        if 0 not in (spec.shape or ()):  # an empty array is written as dtype and shape only
             self.expect(",")
             is_encoded = self.skip("base64")
             data = self.name("string", "base64 data in quotes") if is_encoded else self.value()

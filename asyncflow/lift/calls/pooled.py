@@ -104,7 +104,7 @@ class SharedLoop(SharedCode):
         entering = {x: y for part in (condition, body) for x, y in zip(part.inputs, initial, strict=False)}
         self.is_repeatable = is_repeatable(nodes) and not any(_reads_once(node, entering) for node in nodes)
         self.by_size = any(node.op in _WHOLE or (node.op is SLICE and node.attrs["count"] is None) for node in nodes)
-        # Rows that have ended are computed on in `several`, which a call with an effect would show.
+        # `several` goes on computing rows that have ended, so calls in it must not have effects.
         self.has_several = self.is_repeatable and sum(1 for part in (condition, body) for _ in part.walk()) <= _LARGEST
         self.bodies = condition, body
         self._places = tuple(kept)
@@ -112,7 +112,7 @@ class SharedLoop(SharedCode):
         self._constants = shared_constants({inner: outer for outer, inner in body.captures.items()})
         self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
         self._taking: dict[int, BodyProgram] = {}
-        # At once, so that a body which cannot be lifted is refused where it is written.
+        # Lift now, so that a body that cannot be lifted fails at its definition.
         self.check = self._checking()
         self.steps = self._stepping(is_one=False)
 
@@ -144,7 +144,7 @@ class SharedLoop(SharedCode):
 
     def taking(self, most: int) -> BodyProgram:
         """Return the program from places, and slabs of the first `most` inputs, to the rows at these places."""
-        # One for each `most`: results are the loop variables alone, other rows are all inputs.
+        # One for each `most`: results have only the loop variables, other rows have all inputs.
         program = self._taking.get(most)
         if program is None:
             with Graph() as graph:
@@ -167,7 +167,7 @@ class SharedLoop(SharedCode):
         program = self._emitting.get(streamed)
         if program is None:
             program = self._emitting[streamed] = self._stepping(is_one=False, streamed=streamed)
-        # The program is kept for all versions of the variables; the states are of this one.
+        # All versions of the variables share the program; the states belong to this version.
         return program._replace(states=self.states)
 
     @built_once
@@ -190,7 +190,7 @@ class SharedLoop(SharedCode):
             again: Tensor | None = None
             for k in range(SEVERAL):
                 before, following = following, self._values(self._body, given, count, label=f"/{k}")
-                if again is not None:  # a row that has ended is computed on, and its values are thrown away
+                if again is not None:  # rows that have ended are computed again, and their values discarded
                     following = [
                         where(expand_dims(again, tuple(range(1, len(new.shape or ())))), new, old)
                         for new, old in zip(following, before, strict=True)
@@ -235,7 +235,8 @@ class SharedLoop(SharedCode):
             inputs = tuple(value.tensor for value in given.values())
             most = placeholder("int64", ())
             count = None if is_one else shape(inputs[0])[0]
-            # The flags of many were found by `check`, or by the step before; one activation needs no launch for that.
+            # The flags of many rows come from `check` or the previous step; for one activation they are computed here,
+            # without a separate launch.
             if is_one:
                 (flags,) = self._values(self._condition, given, count, label="/again")
             else:
@@ -247,10 +248,10 @@ class SharedLoop(SharedCode):
                 (again,) = self._goes_on(inside, found[: self.n_vars], count)
                 return made + 1, (again if is_one else all_of(again)), again, *found
 
-            # Streamed values are variables too, of no rows at first: only a loop writes to the slabs it is lent.
+            # Streamed values are variables, too, with no rows at first: only a loop writes to the slabs it is lent.
             nothing = [zeros((0, *[dim or 0 for dim in x.shape or ()]), dtype=x.dtype) for x in streamed]
             shapes = [None if x.shape is None else (None, *x.shape) for x in streamed]
-            # Ends with the first activation that ends: its row can be given to a waiting one.
+            # Stop when the first activation ends: a waiting activation can then take its row.
             made, _, again, *last = while_loop(
                 lambda made, all_go_on, *_: (made < most) & all_go_on,
                 step,
@@ -319,7 +320,7 @@ def _reads_once(node: Node, entering: Mapping[Tensor, Tensor]) -> bool:
             x = captured_by(maker)
         elif isinstance(maker, CondNode):
             x = maker.subgraphs[0].results[x.index]
-        else:  # a loop gives an array of the kind that it takes, and so does a write
+        else:  # loops and writes return an array of the kind they take
             x = maker.inputs[x.index if isinstance(maker, WhileNode | PooledNode) else 0] if maker.inputs else None
     return x is None or bool(x.node.attrs["clear_after_read"])
 
@@ -353,7 +354,7 @@ def _add(
     entering = list(initial)
     try:
         with left_as_written(outer, condition, body):
-            if draws(condition, body):  # each activation draws by its own key, whichever rows are beside it
+            if draws(condition, body):  # each activation draws by its own key, independent of other rows
                 entering.append(carry_key(condition, body, len(specs)))
             n_vars = len(entering)
             kept = dict.fromkeys(range(n_vars), True)
@@ -375,7 +376,7 @@ def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars
     """Raise CannotLift where something would not be the same for each of several activations."""
     for place, has_rows in kept.items():
         x = body.inputs[place]
-        # A store of the loop's own is one for each activation; one from outside would be written for all of them.
+        # A loop variable has a store for each activation; a captured store would be shared by all.
         if has_rows and place >= n_vars and x.dtype == VARIANT:
             raise CannotLift(f"{x.name}, which it captures, is a TensorArray or RowStore: make it a loop variable")
         if has_rows and x.shape is None:

@@ -120,7 +120,7 @@ def _conv_transpose(
             )
         count = _groups(images, groups)
         if w.ndim not in (None, rank + 2):
-            raise ShapeError(f"{images.name}: weight has {rank + 2} axes, with those of channels in front; got {w!r}")
+            raise ShapeError(f"{images.name}: weight has {rank + 2} axes, with the channel axes in front; got {w!r}")
         channels = [None if each.shape is None else each.shape[at] for each, at in ((images.x, -1 - rank), (w, 0))]
         if None not in channels and channels[0] != channels[1]:
             raise ShapeError(f"{images.name}: the input has {channels[0]} channels, and weight is for {channels[1]}")

@@ -107,7 +107,7 @@ def full_like(
         x = as_tensor(x)
         value = _fill_value(fill_value, x.dtype if dtype is None else dtype)
         with placed_on(device):
-            # With a shape that is known, `x` is no input: it need not be computed for this, nor be kept.
+            # With a known shape, `x` is not an input: it need not be computed or kept.
             return apply(FULL, value, shape=x.shape)[0] if is_static(x.shape) else apply(FULL_LIKE, x, value)[0]
 
 
@@ -237,7 +237,7 @@ def arange(
     bounds = promote_operands(start, stop, step)
     found = promoted_dtype(bound.dtype for bound in bounds) if dtype is None else as_dtype(dtype)
     with placed_on(device):
-        # In a run NumPy would raise too, but without the line that built the node.
+        # NumPy would raise in the run, too, but without the line that built the node.
         step_value = default_value(bounds[2])
         if step_value is not None and step_value.size == 1 and step_value.item() == 0:
             raise GraphError("arange: the step is 0, so the values never reach the stop")
@@ -262,7 +262,7 @@ def _length(*bounds: Array | None) -> int | None:
     if len(numbers) < 3 or numbers[2] == 0:
         return None
     start, stop, step = numbers
-    # As NumPy counts, in floats, too: a stop that rounding passes is one element more there as well.
+    # Count in floats, as NumPy does: if rounding passes the stop, both get one more element.
     length: int = math.ceil((stop - start) / step)
     return max(0, length)
 
@@ -279,7 +279,7 @@ def _linspace_kernel(xp: Namespace, *, num: Shape, dtype: DType, endpoint: bool)
     return lambda start, stop, *size: xp.linspace(start, stop, *read(size), endpoint=endpoint, dtype=dtype)
 
 
-# On the host: CuPy looks at steps that are arrays, and rounds otherwise.
+# On the host: CuPy waits to inspect array steps, and rounds differently.
 LINSPACE = define("linspace", _linspace_spec, _linspace_kernel, runs_on_host=True)
 
 
@@ -307,7 +307,7 @@ def linspace(
     common = promoted_dtype([*(x.dtype for x in bounds), 1.0])
     found = common if dtype is None else as_dtype(dtype)
     template, size = split_extents((num,))
-    if common.name != "bfloat16":  # whose mixtures NumPy does not know
+    if common.name != "bfloat16":  # NumPy cannot promote bfloat16 with other dtypes
         bounds = tuple(astype(x, common) if x.dtype.name == "bfloat16" else x for x in bounds)
     with placed_on(device):
         return apply(LINSPACE, *bounds, *size, num=template, dtype=found, endpoint=endpoint)[0]
@@ -391,7 +391,7 @@ def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[
                 raise ShapeError(f"meshgrid: takes vectors, not {x!r}")
         axes = list(range(len(vectors)))
         if indexing == "xy":
-            axes[:2] = axes[1::-1]  # also right for a single vector
+            axes[:2] = axes[1::-1]  # also correct for a single vector
         columns = [reshape(x, (-1,) + (1,) * (len(axes) - 1 - axis)) for x, axis in zip(vectors, axes, strict=True)]
         return broadcast_arrays(*columns)
 
@@ -428,7 +428,7 @@ def asarray(
 def to_device(x: Tensor, device: str) -> Tensor:
     """`x` on `device`: a node that is placed there."""
     with graph_for(x), placed_on(device):
-        return identity(x)  # a node that is placed there: a copy is made where `x` is elsewhere
+        return identity(x)  # a node placed there: the runtime copies `x` if it is elsewhere
 
 
 def from_dlpack(x: SupportsDLPack, /, *, device: str | None = None, copy: bool | None = None) -> Tensor:

@@ -97,14 +97,14 @@ def _scatter_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known
         dtype = inputs[0].dtype
         wide = summed_in(dtype)
         result = xp.zeros(read(sizes_of(inputs, shape)), dtype=wide)
-        # The first part is set, not added, where its key names no element twice: the array is all zeros.
+        # The first part is assigned, not added, if its key names no element twice: the array is all zeros.
         for add_part, (values, indices) in zip(add_parts, parts_of(inputs, keys), strict=True):
             add_part(result, values, indices)
         return result if wide is dtype else result.astype(dtype)
 
     if xp is np:
         return scatter
-    # A single boolean as a key is NumPy's alone: such a scatter is computed on the host, by values that are there.
+    # Only NumPy takes a single boolean as a key: such a scatter runs on the host.
     on_host = _scatter_kernel(np, keys=keys, shape=shape, known=known)
 
     def scatter_or_host(*inputs: Array) -> Array:
@@ -157,7 +157,7 @@ def part_kernel(xp: Namespace, key: Key, *, is_first: bool) -> Callable[[Array, 
 
 def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Array) -> None:
     """``result[index] += values`` where values for one element all add."""
-    # `np.add.at` is quick for vectors alone, and the ways around it cost some passes over the positions.
+    # `np.add.at` is fast only for vectors, and the alternatives cost some passes over the positions.
     is_quick = xp is not np or values.size < _MANY or result.ndim == 1
     axis = None if is_quick else _only_axis(index, result.ndim)
     if axis is None:
@@ -166,7 +166,7 @@ def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Arra
     extent, inner = result.shape[axis], math.prod(result.shape[axis + 1 :])
     (rows,) = (item for item in index if isinstance(item, np.ndarray))
     rows = counted(rows, extent, axis)
-    if are_distinct(rows.reshape(-1), extent):  # then plain indexing adds each value
+    if are_distinct(rows.reshape(-1), extent):  # with distinct rows, plain indexing adds each value
         whole: list[Index] = [slice(None)] * axis
         result[(*whole, rows)] += values
         return
@@ -184,7 +184,7 @@ def add_at_rows(xp: Namespace, result: Array, rows: Array, values: Array) -> Non
 
 def are_distinct(positions: Array, extent: int) -> bool:
     """Return True if positions below `extent` are distinct."""
-    if extent > 16 * positions.size:  # counting would take memory for each position there could be
+    if extent > 16 * positions.size:  # counting would take memory for each possible position
         ordered = np.sort(positions)
         return not (ordered[1:] == ordered[:-1]).any()
     return bool(np.bincount(positions, minlength=1).max() <= 1)
@@ -256,7 +256,7 @@ def sum_of_gradients(grads: Sequence[Tensor]) -> Tensor:
     rest: list[Tensor] = []
     for grad in grads:
         node = grad.node
-        # Only with the same sizes, by the same tensors: equal ones cannot be told before a run.
+        # Group by the same tensors as sizes: equality of others is unknown before the run.
         if node.op is SCATTER_TO:
             shape, known = node.attrs["shape"], node.attrs["known"]
             groups.setdefault((shape, known, tuple(sizes_of(node.inputs, shape))), []).append(node)
@@ -298,7 +298,7 @@ def _tiling(keys: Sequence[Key], shape: Shape) -> tuple[int, list[int]] | None:
     (axis,) = axes
     slices.sort()
     starts, ends = [start for start, _, _ in slices], [stop for _, stop, _ in slices]
-    # Each begins where the one before ends, the first at 0, and the last ends at the extent.
+    # Each slice starts where the previous one ends, the first at 0, and the last ends at the extent.
     return (axis, [place for _, _, place in slices]) if [*starts, shape[axis]] == [0, *ends] else None
 
 

@@ -83,7 +83,7 @@ def _square(x: Spec) -> Shape:
     rows, columns = dims[-2:]
     if rows is not None and columns is not None and rows != columns:
         raise ShapeError(f"takes square matrices, got {format_shape(dims)}")
-    extent = columns if rows is None else rows  # if only one is known, it holds for the other
+    extent = columns if rows is None else rows  # square, so a known extent holds for both
     return (*dims[:-2], extent, extent)
 
 
@@ -141,7 +141,7 @@ def _eigenvalues_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), None if dims is None else dims[:-1])
 
 
-# Operations by n^3: a factorization by LU takes 2/3, with the inverse of it 2, the way to a tridiagonal matrix 4/3.
+# Operations divided by n^3: LU factorization takes 2/3, with the inverse 2; reduction to tridiagonal form takes 4/3.
 CHOLESKY = _of_linalg("cholesky", _same_square, 1 / 3)
 DET = _of_linalg("det", _det_spec, 2 / 3)
 EIGH = _of_linalg("eigh", lambda x: (_eigenvalues_spec(x), _same_square(x)), 9.0)
@@ -196,11 +196,11 @@ def matrix_power(x: TensorLike, n: int, /) -> Tensor:
         factor = as_tensor(x)
         _square(factor.spec)
         if count == 0:
-            # The sum broadcasts the identity to the stack, whose shape may only be known in a run.
+            # The sum broadcasts the identity to the stack, whose shape only the run may know.
             return add(zeros_like(factor), eye(shape(factor)[-1], dtype=factor.dtype))
         if count < 0:
             factor, count = inv(factor), -count
-        # By squares: about 2 log2(n) products. After the last bit no square is made, as nothing would read it.
+        # Square and multiply: about 2 log2(n) products. The square after the last bit is skipped, as it is unused.
         result = None
         while count:
             if count % 2:
@@ -230,7 +230,7 @@ def _solve_spec(x1: Spec, x2: Spec) -> Spec:
 
 def _solve_kernel(xp: Namespace) -> Kernel:
     def kernel(x1: Array, x2: Array) -> Array:
-        # CuPy broadcasts no stacks, unlike NumPy. These are views, and copy nothing.
+        # CuPy does not broadcast stacks, unlike NumPy. These are views, without a copy.
         batch = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
         left = xp.broadcast_to(x1, (*batch, *x1.shape[-2:]))
         return xp.linalg.solve(left, xp.broadcast_to(x2, (*batch, *x2.shape[-2:])))
@@ -255,7 +255,7 @@ def solve(x1: TensorLike, x2: TensorLike, /) -> Tensor:
         left, right = promote_operands(x1, x2)
         dtype = promoted_dtype((left.dtype, right.dtype))
         left, right = (x if x.dtype == dtype else astype(x, dtype) for x in (left, right))
-        # NumPy takes an `x2` for a vector by its rank in the run: the op's shape rule has to know it before.
+        # NumPy decides by the rank of `x2` in the run if it is a vector: the shape rule needs the rank earlier.
         if right.ndim is None:
             raise ShapeError(f"solve: the rank of {right!r} is not known: it may be a vector or matrices")
         if right.ndim == 1:
@@ -267,7 +267,7 @@ def solve(x1: TensorLike, x2: TensorLike, /) -> Tensor:
 
 
 def _smaller(rows: int | None, columns: int | None) -> int | None:
-    if 0 in (rows, columns):  # then the other extent need not be known
+    if 0 in (rows, columns):  # the other extent may be unknown
         return 0
     return None if rows is None or columns is None else min(rows, columns)
 
@@ -307,7 +307,7 @@ def _relative(x: Array, rtol: float | None) -> float:
 
 
 def _pinv_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
-    # Given in any case: the default of NumPy is 1e-15 for all dtypes, which in float32 counts noise as values.
+    # Always passed: NumPy's default of 1e-15 for all dtypes counts float32 noise as values.
     return lambda x: xp.linalg.pinv(x, _relative(x, rtol))
 
 
@@ -318,7 +318,7 @@ def _matrix_rank_spec(x: Spec, *, rtol: float | None) -> Spec:
 
 def _matrix_rank_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
     def kernel(x: Array) -> Value:
-        if not x.size:  # without singular values there is no largest, and the rank is 0
+        if not x.size:  # no singular values, so no maximum: rank 0
             return xp.zeros(x.shape[:-2], dtype=int64)
         values = xp.linalg.svd(x, compute_uv=False)
         return (values > values.max(axis=-1, keepdims=True) * _relative(x, rtol)).sum(axis=-1, dtype=int64)

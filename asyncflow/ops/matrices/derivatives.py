@@ -148,7 +148,7 @@ def _ordered(x: Tensor, axes: Sequence[int]) -> Tensor:
 @derivative(linalg.VECDOT)
 def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    reached = expand_dims(grad, axis=node.attrs["axis"])  # which is counted from the last, as ranks may differ
+    reached = expand_dims(grad, axis=node.attrs["axis"])  # `axis` counts from the end, as ranks may differ
     return [
         reaching(x, lambda: sum_to_like(conjugated(reached) * y, x)),
         reaching(y, lambda: sum_to_like(x * reached, y)),
@@ -189,7 +189,7 @@ def _einsum_operand(x: Tensor, term: str, factors: Sequence[tuple[str, Tensor]])
     found_in = set("".join(letters_of for letters_of, _ in factors))
     kept = "".join(letter for letter in letters if letter in found_in)
     found = einsum(f"{','.join(letters_of for letters_of, _ in factors)}->{kept}", *(value for _, value in factors))
-    # A letter of this operand alone was summed, or had extent 1 in all others.
+    # Letters found only in this operand were summed, or had extent 1 in all others.
     missing = tuple(i for i, letter in enumerate(letters) if letter not in found_in)
     if missing:
         found = expand_dims(found, axis=missing)
@@ -256,7 +256,7 @@ def _hermitian(x: Tensor) -> Tensor:
 
 def _inverse_differences(values: Tensor) -> Tensor:
     """``1 / (values[j] - values[i])`` at row i and column j; 0 where they are equal."""
-    # Equal values leave their vectors free, and a loss that depends on them has no derivative: nothing is passed.
+    # Equal eigenvalues do not determine their vectors, so a loss that depends on the choice has no derivative: pass 0.
     difference = expand_dims(values, axis=-2) - expand_dims(values, axis=-1)
     is_zero = equal(difference, 0)
     return where(is_zero, 0.0, reciprocal(where(is_zero, 1.0, difference)))
@@ -286,7 +286,7 @@ def _slogdet(node: Node, by_sign: Tensor | None, by_log: Tensor | None) -> Seque
     (x,) = node.inputs
     sign = node.outputs[0]
     factor = by_log
-    if by_sign is not None and sign.dtype.kind == "c":  # the sign of real matrices stays
+    if by_sign is not None and sign.dtype.kind == "c":  # the sign of real matrices is constant
         turned = -1j * imag(conjugated(by_sign) * sign)
         factor = turned if factor is None else turned + factor
     return [None if factor is None else in_dtype_of(_everywhere(factor) * adjoint(inv(x)), x)]
@@ -401,7 +401,7 @@ def _by_vectors(node: Node, by_u: Tensor | None, by_s: Tensor | None, by_vh: Ten
 
 def _on_diagonal(like: Tensor, values: Tensor) -> Tensor:
     """`values` on the diagonal of matrices shaped like `like`, zeros elsewhere."""
-    # By way of `like`, whose shape need not be known before the run.
+    # Built from `like`, as its shape may be known only in the run.
     everywhere = like * 0 + _columns(values)
     return tril(triu(everywhere))
 

@@ -323,8 +323,7 @@ def uniform(
     """
     in_order = "low and high are finite, and low is not above high"
     _check_known("uniform", in_order, low, high, holds=lambda a, b: np.isfinite(a) & np.isfinite(b) & (a <= b))
-    # With `low` at 0, the usual case, one op is enough. The difference of two numbers is computed here, not in each
-    # run.
+    # With `low` at 0, the usual case, one op is enough. Subtract two numbers here, not in each run.
     from_zero = is_weak(low) and low == 0
     width = high if from_zero else high - low if is_weak(low) and is_weak(high) else subtract(high, low)
     return _scaled(_floats(UNIFORM, shape, dtype, seed, name), width, low)
@@ -607,8 +606,7 @@ _ROOT_OF_BFLOAT16_EPSILON = 2.0**-3.5
 def _probabilities(p: Array) -> Array:
     """Return `p` for the generator, which refuses values below 0, and a sum other than 1."""
     # NumPy allows an error of the sum up to the root of the dtype's epsilon. So float32 is passed unchanged: as
-    # float64, softmax weights over 1000 rows would be refused. bfloat16, unknown to NumPy, is scaled here in the same
-    # way.
+    # float64, softmax weights over 1000 rows would be refused. bfloat16, unknown to NumPy, is scaled here likewise.
     if p.dtype.kind == "f":
         return p
     wide = p.astype(float64)

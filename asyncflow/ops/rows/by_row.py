@@ -62,7 +62,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     if op.conduct.is_async and op.rows_kernel is None:
         why = "is async or has limits (timeout=, rate=, ...): it awaits for each row"
         raise CannotLift(f"{node.name} ({op.name}) {why if op.conduct.is_user else 'awaits, for each row by itself'}")
-    if op.rows_kernel is not None:  # one call for all rows, which each of its inputs has then
+    if op.rows_kernel is not None:  # one call for all rows, so each input needs the row axis
         inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
     elif op.conduct.is_user and not all(is_static(y.shape) for y in node.outputs):
         raise CannotLift(f"{node.name} ({op.name}) leaves the shape of its results open, and rows need one")
@@ -114,7 +114,7 @@ def _op(op: Op | str) -> Op:
 
 
 def _infer(first: Spec, *inputs: Spec, specs: tuple[Spec, ...], **attrs: object) -> tuple[Spec, ...]:
-    # The lifting may not have known how many rows there are, where the shape of their numbers tells by now.
+    # The number of rows, unknown while lifting, may be known by now from the shape of the row numbers.
     rows = first.shape[:1] if first.shape else (None,)
     return tuple(Spec(x.dtype, merge(x.shape, (*rows, *x.shape[1:]))) if x.shape else x for x in specs)
 
@@ -135,7 +135,7 @@ def _kernel(
         except Exception:
             if op.conduct.is_user:
                 raise
-            return stacked(numbers, *inputs)  # which names the row
+            return stacked(numbers, *inputs)  # row by row, to name the row in the error
         results: tuple[Array, ...] = (found,) if single else found
         require_rows(results, len(numbers))
         return results
@@ -163,7 +163,7 @@ def _drawing_kernel(
         if of_rows is not None and len(numbers):
             try:
                 found = of_rows(lambda: _contexts(context, numbers, loops), inputs, rows["has_rows"])
-            except Exception:  # of some row, which is called by itself and named
+            except Exception:  # some row failed: single calls find and name it
                 found = None
             if found is not None:
                 return stacked.stacked(found) if isinstance(found, list) else (found,)
@@ -175,7 +175,7 @@ def _drawing_kernel(
 
 def _contexts(context: KernelContext, numbers: Array, loops: Sequence[tuple[int, int, int]]) -> RowContexts:
     """Return the contexts of rows, with tags as from `_tag`."""
-    # `_tag` moves numbers without looking at them, so it takes whole columns of them as well.
+    # `_tag` only moves numbers, so it works on whole columns as well.
     columns = _tag(context.tag, [*numbers.T], loops)
     tags = np.empty((len(numbers), len(columns)), np.int64)
     for place, column in enumerate(columns):
@@ -198,7 +198,7 @@ def _tag(
         loops: for each axis the number of its own numbers, of loops inside it, and of surrounding loops that bring its
             rows in turn. Draws of a row do not depend on the numbers of those loops.
     """
-    # The innermost axis first: its numbers go in behind the places of all others, which then stay right.
+    # Innermost axis first: its numbers go behind the places of all other axes, which then stay valid.
     found, end = list(tag), len(numbers)
     for width, inside, around in reversed(loops):
         place = len(tag) - inside
@@ -275,7 +275,7 @@ class _AtOnce(PausingKernel):
             each = self._each if self._check is None else self._each.followed_by(self._check)
             return each.begin(limit_ns, numbers, *inputs)
         found = self.checked(results)
-        # One call cannot stop midway. If it was long, others have a turn before its results are used.
+        # A call cannot stop midway. After a long one, let other tasks run before its results are used.
         return found if perf_counter_ns() - started <= limit_ns else _Found(found)
 
 
@@ -306,7 +306,7 @@ class RowKernel(PausingKernel):
         super().__init__()
         self._xp, self.of_row, self._has_rows, self._specs, self.single = xp, of_row, has_rows, specs, single
         self.label = label
-        # Stores keep the rows that they are given; a row is a view of an array that is written to later.
+        # Stores keep their rows, but a row is a view of an array that is written to later.
         self._keeps = any(spec.dtype == VARIANT for spec in specs)
 
     def begin(
@@ -324,13 +324,13 @@ class RowKernel(PausingKernel):
         """Compute the rows that have no results yet, until all have or calls took longer than `limit_ns`."""
         of_row, started = self.of_row, perf_counter_ns()
         left = len(numbers) - len(results)
-        for values in islice(rows, left):  # an input may have more rows than the others: these are never taken
+        for values in islice(rows, left):  # if an input has more rows than the others, its extra rows are ignored
             try:
                 results.append(of_row(*values))
             except Exception as error:
                 in_row(error, self.label, numbers[len(results)].tolist())
                 raise
-            # Asked behind a row, so that each part does one at least, and comes to an end with whatever limit.
+            # Checked after a row, so that each part computes at least one row and the loop ends with any limit.
             if perf_counter_ns() - started > limit_ns:
                 return _RowsOfFiring(self, (numbers, rows, limit_ns, results))
         if len(results) < len(numbers):
@@ -344,7 +344,7 @@ class RowKernel(PausingKernel):
 
     def stacked(self, results: Sequence[Any]) -> tuple[Array, ...]:
         """Stack the results of all rows, with the row axis in front."""
-        if self.single and self._check is None:  # as most functions of users, which may take no longer than this
+        if self.single and self._check is None:  # fast path for most user functions, which may be as short as this code
             return (_stacked(self._xp, self._specs[0], results),)
         columns: list[Sequence[Any]] = [results] if self.single else list(zip(*results, strict=True))
         columns = columns or [()] * len(self._specs)
@@ -370,21 +370,21 @@ def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
     Raises:
         ValueError: they differ in shape.
     """
-    if spec.dtype == VARIANT:  # objects, such as a store of each row's own: `np.array` might look into them
+    if spec.dtype == VARIANT:  # objects, such as one store for each row: `np.array` might unpack them
         found = np.empty(len(values), object)
         found[:] = values
         return found
     if not values:
         return xp.empty((0, *(extent or 0 for extent in (spec.shape or ())[1:])), spec.dtype)
     if xp is np and set(map(type, values)) == {spec.dtype.type}:
-        return np.array(values, spec.dtype)  # of scalars: a fraction of the time that stacking takes
+        return np.array(values, spec.dtype)  # scalars: a fraction of the time of stacking
     for row, value in enumerate(values):
         if value.shape != values[0].shape:
             raise ValueError(
                 f"results of rows stand side by side, so they need one shape; row 0 gave "
                 f"{format_shape(values[0].shape)}, row {row} gave {format_shape(value.shape)}"
             )
-    if xp is np and values[0].ndim:  # as `stack`, in half the time for few rows
+    if xp is np and values[0].ndim:  # like `stack`, in half the time for few rows
         return np.concatenate([*map(np.asarray, values)]).reshape(len(values), *values[0].shape)
     return xp.stack([xp.asarray(value) for value in values])
 
@@ -398,7 +398,7 @@ def _flops(
     has_rows: Sequence[bool],
     **attrs: object,
 ) -> float:
-    # Without the first input, the numbers of rows, which the called op does not get.
+    # Skip the first input, the row numbers, which the called op does not get.
     of_row = [x if x is None or not split else x[1:] for x, split in zip(inputs[1:], has_rows, strict=True)]
     results = [None if x is None else x[1:] for x in outputs]
     flops = _op(calls).flops

@@ -48,7 +48,7 @@ OPPOSITE: dict[Norm, Norm] = {"backward": "forward", "ortho": "ortho", "forward"
 
 
 def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    # 5 n log2(n) is the usual count for n a power of 2; for the extent of one axis stand all elements, which is more.
+    # 5 n log2(n) is the usual count if n is a power of 2. Here n counts all elements, not one axis: an upper bound.
     count = elements(outputs[0])
     return 5.0 * count * log2(max(count, 2))
 
@@ -84,7 +84,7 @@ def _half_spec(x: Spec, *, n: int | None, axis: int, norm: str) -> Spec:
 
 
 def _whole_spec(x: Spec, *, n: int | None, axis: int, norm: str) -> Spec:
-    # Of `n` real elements a spectrum has the first n // 2 + 1, for 2k as for 2k + 1: without `n` the even one is meant.
+    # The spectrum of `n` real elements has n // 2 + 1, the same for 2k and 2k + 1: without `n`, assume the even number.
     extent = _extent(x, axis, None if n is None else n // 2 + 1)
     if n is None and extent == 1:
         raise ShapeError(f"one element along axis {axis} of {x} stands for none; give n")
@@ -126,7 +126,7 @@ def _operand(name: str, x: TensorLike, *, is_complex: bool) -> Tensor:
             f"{name}: takes float32, float64{', complex64, complex128' if is_complex else ''}, not "
             f"{dtype_name(tensor.dtype)}; convert with af.astype first"
         )
-    # An op of its own converts, and its derivative takes the real part: derivatives of transforms know of none.
+    # A separate op converts to complex, and its derivative takes the real part: derivatives of transforms need not.
     if is_complex and kind == "f":
         return astype(tensor, complex64 if _is_single(tensor.dtype) else complex128)
     if not is_complex and kind == "c":
@@ -194,8 +194,8 @@ def hfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm =
         norm: as for `fft`.
     """
     with graph_for(x):
-        # The same sum as in `irfft`, but with the sign of the exponent turned, hence `conj`, and divided in the other
-        # direction. So two ops, and their derivatives, do for four functions.
+        # The same sum as in `irfft`, but with the opposite sign of the exponent, hence `conj`, and the opposite norm.
+        # So two ops, with their derivatives, serve four functions.
         tensor = _operand("hfft", x, is_complex=True)
         return _along(IRFFT, conj(tensor), n, axis, _opposite("hfft", norm), is_complex=True)
 
@@ -222,7 +222,7 @@ def _axes_of(name: str, x: Tensor, s: Sequence[int] | None, axes: Sequence[int] 
     sizes = None if s is None else [static_int(size, "a size") for size in s]
     if axes is None and sizes is None and x.ndim is None:
         raise ShapeError(f"{name}: the rank of {x!r} is not known; give axes")
-    # From the back, as `s` alone means the last axes, also of a tensor whose rank is not known.
+    # Counted from the end: `s` alone means the last axes, even if the rank is unknown.
     count = (x.ndim or 0) if sizes is None else len(sizes)
     found = list(range(-count, 0)) if axes is None else [static_int(axis, "an axis") for axis in axes]
     if x.ndim is not None:
@@ -280,7 +280,7 @@ def rfftn(
     with graph_for(x):
         tensor = as_tensor(x)
         *others, (last, n) = _axes_of("rfftn", tensor, s, axes)
-        # The real transform is first, while values are real, and halves the work of the others.
+        # The real transform goes first, while values are real, and halves the work of the others.
         result = rfft(tensor, n=n, axis=last, norm=norm)
         for axis, size in others:
             result = fft(result, n=size, axis=axis, norm=norm)
@@ -302,7 +302,7 @@ def irfftn(
     with graph_for(x):
         result = as_tensor(x)
         *others, (last, n) = _axes_of("irfftn", result, s, axes)
-        # And last on the way back: only without the other axes is the half spectrum that of real values.
+        # On the way back it goes last: only after the other axes is the half spectrum the spectrum of real values.
         for axis, size in others:
             result = ifft(result, n=size, axis=axis, norm=norm)
         return irfft(result, n=n, axis=last, norm=norm)
@@ -364,7 +364,7 @@ def ifftshift(x: TensorLike, /, *, axes: Axes = None) -> Tensor:
 def _shifted(name: str, x: TensorLike, axes: Axes, by: Callable[[int], int]) -> Tensor:
     with graph_for(x):
         tensor = as_tensor(x)
-        # Half an extent is the shift, and it is taken now: `roll` is built with numbers.
+        # Shift by half an extent, computed now, as `roll` takes numbers.
         if tensor.shape is None:
             raise ShapeError(f"{name}: the rank of {tensor!r} is not known")
         shifts, found = [], normalize_axes(as_axes(axes), len(tensor.shape))
@@ -393,5 +393,5 @@ __all__ = [
     "rfftn",
 ]
 
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+if not TYPE_CHECKING:  # with `__getattr__`, every misspelt name would pass the type checker
     __getattr__, __dir__ = public_names("asyncflow.fft", __all__)

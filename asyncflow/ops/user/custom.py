@@ -85,7 +85,7 @@ class CustomOp(Generic[P]):
         if batch is not None and not isinstance(batch, Batch):
             raise GraphError(f"@op: batch= of {self.name} is an af.Batch; got {batch!r}")
         self._batch = batch
-        # Packed rows are no axis of members.
+        # Packed rows are not an axis of members.
         rows = rows or (batch is not None and batch.ragged is None)
         if is_async and (rows or batch is not None):
             option = "rows=True" if batch is None else "batch="
@@ -94,7 +94,7 @@ class CustomOp(Generic[P]):
         self.limits = None if limits is None else self._limited(limits(self.name), is_async)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
-        # An object of its own, and not this one: the op would lead back to what holds it.
+        # A separate object: with this one, the op would refer to its owner, a cycle.
         calls = Calls(function, is_async, self.name, self.limits)
         self.op = Op(
             self.name,
@@ -111,10 +111,10 @@ class CustomOp(Generic[P]):
             flops=None if cost is None else partial(_flops, cost),
             derivative=None if gradient is None else rule_of_op(self.name, gradient),
         )
-        self._signature = inspect.signature(function)  # once: each call in a graph is checked against it
+        self._signature = inspect.signature(function)  # computed once: each call in a graph is checked against it
         update_wrapper(self, function, updated=())
 
-    # The signature is the function's, whose parameters say what arrays it gets; in a graph it is given tensors.
+    # Type checkers see the function's own signature, for arrays; in a graph it takes tensors.
     @overload
     def __call__(self, *inputs: P.args, **arguments: P.kwargs) -> Nest: ...
     @overload
@@ -134,9 +134,9 @@ class CustomOp(Generic[P]):
             GraphError: the function does not take these arguments, or a tensor is passed by name.
         """
         if current_graph() is None and not any(is_symbolic(x) for x in inputs):
-            return self.function(*inputs, **arguments)  # unchecked, as if it were not decorated
+            return self.function(*inputs, **arguments)  # unchecked, like the undecorated function
         batch = self._batch
-        # In place of the lengths or offsets, which a shared call alone has, and for which the function has a parameter.
+        # None stands for the parameter of lengths or offsets, which only a shared call passes.
         told = () if batch is None or batch.tells is None else (None,)
         self._check_call((*inputs, *told), arguments)
         if batch is None:
@@ -158,7 +158,7 @@ class CustomOp(Generic[P]):
                 outputs = nest.map_leaves(_of_members, outputs)
             attrs: Attrs = {"outputs": outputs, "arguments": arguments}
             node = graph.add_node(self.op, tensors, attrs, declared_specs(**attrs))
-        node.device = self.device or node.device  # the function may need that device, wherever it is called
+        node.device = self.device or node.device  # the function may need that device, whatever its caller asks for
         return nest.flatten(outputs)[1].unflatten(node.outputs) if node.outputs else node
 
     def kernel(self, kind: str, *, graph_safe: bool = False) -> Callable[[F], F]:
@@ -180,7 +180,7 @@ class CustomOp(Generic[P]):
             raise GraphError(f'{self.name}.kernel takes a kind of device: write @{self.name}.kernel("cuda")')
 
         def register(function: F) -> F:
-            # By name: kinds of devices are known in a room above this one.
+            # Looked up by name: kinds of devices belong to a higher layer.
             sys.modules["asyncflow"].register_kernel(self, kind, function, graph_safe=graph_safe)
             return function
 
@@ -230,7 +230,7 @@ class CustomOp(Generic[P]):
 
     def _limited(self, limits: CallLimits, is_async: bool) -> CallLimits | None:
         if limits.given and self._is_stateful and not is_async and limits.max_concurrency is None:
-            return replace(limits, max_concurrency=1)  # calls of different runs take turns
+            return replace(limits, max_concurrency=1)  # orders calls of different runs
         return limits if limits.given else None
 
     def _require_outputs(self, outputs: Outputs) -> None:
@@ -265,7 +265,7 @@ class Calls:
 
     def effects(self, node: Node) -> Effects:
         """Return the effect that orders calls of this function with one another only."""
-        # `eq=False` makes this a key by identity: two functions, also of equal content, never wait for one another.
+        # With `eq=False` this is a key by identity: different functions, even equal ones, never wait for one another.
         return ((self, Access.WRITE),)
 
     def kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
@@ -273,7 +273,7 @@ class Calls:
         function = partial(self.function, **arguments) if arguments else self.function
         check = partial(checked, outputs) if isinstance(outputs, Spec) else Results(outputs)
         limits = self.limits
-        if limits is not None:  # a plain function, too, is awaited then: it waits for its turn
+        if limits is not None:  # with limits even a plain function is awaited, as it waits for its turn
 
             async def call_in_turn(*values: Value) -> Value:
                 inputs = tuple(map(read_only, values))

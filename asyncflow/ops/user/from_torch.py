@@ -341,8 +341,7 @@ class TorchOp:
                 inputs = [tensors_of.tensor(value) for value in values]
                 if self._takes_cards:
                     self._check_place(inputs, names)
-                # PyTorch counts writes to a tensor. Inputs share memory with values of the graph, which must not
-                # change.
+                # PyTorch counts writes to a tensor. Inputs share memory with the graph's values, which must not change.
                 versions = [x._version for x in inputs]
                 leaves = self._leaves(structure, call(inputs))
                 if versions != [x._version for x in inputs]:

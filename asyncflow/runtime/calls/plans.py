@@ -192,8 +192,7 @@ class PlanCache:
             plan = kept.plans.get(request)
             if plan is not None:
                 return plan
-            # Requests that arrive meanwhile share the compilation; cancelling one request does not cancel it for the
-            # others.
+            # Requests that arrive meanwhile share the compilation; cancelling one does not cancel it for others.
             key = (flips, request.graph.version, request)
             shared = self._compiling.get(key)
             if shared is None:

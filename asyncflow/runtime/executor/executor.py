@@ -76,7 +76,7 @@ class Executor(PartitionRun):
         feeds = list(map(fed.__getitem__, self.scheduler.partition.feed_indexes))
         try:
             if self.asynchronous is None:
-                if self._swapping is not None or self.device.pacing is not None:  # it has a limit
+                if self._swapping is not None or self.device.pacing is not None:  # the device has a memory limit
                     self._fed = self.device.memory.uncounted(feeds)
                 self.scheduler.start(feeds)
                 self.run.turn.drive_now(self)
@@ -111,7 +111,7 @@ class Executor(PartitionRun):
         if run.in_caller:
             if run.leaves_to_caller(self.drive_in_caller):
                 return False
-        elif run.awaited is not None and run.awaited.cancelled():  # the task will learn of it in its next turn
+        elif run.awaited is not None and run.awaited.cancelled():  # the task sees the cancellation in its next turn
             run.stop("cancelled")
             return False
         if run.ticket is not None and run.ticket.is_aside and not self._may_go_on(run.ticket):
@@ -119,7 +119,7 @@ class Executor(PartitionRun):
         self.is_driven = True
         try:
             if run.own_context is not None:
-                # A copy: one partition may be driven from inside another, and no context is entered twice.
+                # A copy: one partition may be driven from inside another, and a context cannot be entered twice.
                 has_more = run.own_context.copy().run(self._drive_on_device, deadline_ns)
             elif self.asynchronous is None:
                 has_more = self._drive(deadline_ns)
@@ -147,9 +147,9 @@ class Executor(PartitionRun):
         if self.stopped:
             return False
         if all(node.kind == Kind.FETCH for node, _ in self.scheduler.ready) and not self._has_suspended:
-            return True  # no kernel goes on
+            return True  # only fetches are left
         if not ticket.is_aside:
-            return True  # a run that a claim has woken has brought it back
+            return True  # another call has brought the run back
         return ticket.come_back(self.run.come_back)
 
     def _drive_on_device(self, deadline_ns: int) -> bool:
@@ -212,7 +212,7 @@ class Executor(PartitionRun):
                     else:
                         self._launch(node, iteration, inputs)
                         budget -= 8
-                elif ready:  # many primitives were routed
+                elif ready:  # routed many primitives
                     budget = 0 if scheduler.asks else budget - 8
                 else:
                     node = None
@@ -227,7 +227,7 @@ class Executor(PartitionRun):
                         self._ports.take_incoming()
                     else:
                         break
-                if self.stopped:  # by a failure, or by a run that was woken
+                if self.stopped:  # by a failure, or by a woken run
                     break
                 if budget <= 0:
                     node = None
@@ -252,9 +252,9 @@ class Executor(PartitionRun):
         if self.scheduler.ended:
             self._acknowledge_ended()
         if self._waits is not None and self._waits.new:
-            self._waits.look()  # others may always be ready
+            self._waits.look()  # checked here, as other work may always be ready
         if self.stopped:
-            return None  # and then nothing is left
+            return None  # stopped: no work is left
         if self._has_to_pause():
             self._throttled = True
             self.in_flight += 1
@@ -262,7 +262,7 @@ class Executor(PartitionRun):
         return True if self.run.turn.now() >= deadline_ns else None
 
     def _acknowledge_ended(self) -> None:
-        if self._ports is None:  # a dead iteration ends where no value has come in or gone out
+        if self._ports is None:  # a dead iteration may end without any value sent or received
             self._ports = Ports(self)
         self._ports.acknowledge_ended()
 
@@ -283,11 +283,11 @@ class Executor(PartitionRun):
     def _resume(self) -> None:
         """Resume after the device has caught up with the launched work."""
         if not self._throttled:
-            return  # it failed when it was asked
+            return  # the device failed when it was asked
         self._throttled = False
         self.in_flight -= 1
         try:
-            # They must not wait for ever behind a loop that is always ready.
+            # Incoming values must not wait for ever behind a loop that is always ready.
             while self._ports is not None and self._ports.incoming and not self.stopped:
                 self._ports.take_incoming()
         except BaseException as error:
@@ -373,7 +373,7 @@ class Executor(PartitionRun):
             self._ports.give(node, iteration, inputs, answer)
         elif isinstance(answer, Raised):
             self.fail(answer.error(), node.source.id)
-        elif answer is not UNANSWERED:  # else the recorded run has ended before one came
+        elif answer is not UNANSWERED:  # UNANSWERED: the recorded run ended before the answer came
             self.recorder.given(node, iteration, answer)
             self.complete(node, iteration, inputs, answer)
         return True

@@ -74,7 +74,7 @@ class PartitionRun(ABC):
     """The value of `launched` whose end was asked for."""
     lacks_memory: bool = field(default=False, init=False)
     """An iteration is to begin for which there may be no memory yet."""
-    # Made when something is to cross, or is a generator or a coroutine.
+    # Created on demand: for crossing values, sliced regions, coroutines and waits.
     _ports: Ports | None = field(default=None, init=False)
     _regions: Regions | None = field(default=None, init=False)
     _coroutines: Coroutines | None = field(default=None, init=False)
@@ -115,7 +115,7 @@ class PartitionRun(ABC):
         def deliver(value: Value, error: BaseException | None, *times: int) -> None:
             nonlocal is_awaited
             if not is_awaited:
-                # A result that comes twice would complete the firing twice; an error may still name a lost device.
+                # Ignore a second result, which would complete the firing twice; an error may report a lost device.
                 if error is not None and not self.is_closed:
                     self.broken(error)
                 return
@@ -127,7 +127,7 @@ class PartitionRun(ABC):
                 take(value, error, *times)
             except BaseException as raised:
                 self.fail(self._named(raised))
-            # Also after a failure: the run ends only once nothing of it is in flight.
+            # Even after a failure: the run ends only once none of its work is in flight.
             try:
                 (then or self.go_on)()
             except BaseException as raised:
@@ -160,7 +160,7 @@ class PartitionRun(ABC):
                 done()
 
         deliver = self.expect(take, then)
-        # A refusal counts as a failure of the device: the request is in flight until `deliver` is called.
+        # A refusal counts as a device failure, delivered here: otherwise the request would stay in flight.
         try:
             self.asynchronous.when_done(partial(deliver, None), mark, elsewhere=elsewhere)
         except BaseException as error:
@@ -178,7 +178,7 @@ class PartitionRun(ABC):
         """Return True if an asynchronous device may still work for this; ``then()`` is called when it has ended."""
         if self.asynchronous is None or self._ended is self.launched:
             return False
-        # Noted before the device answers, which it may do at once, so that one end is asked for once.
+        # Set before the call, as the device may answer at once: each end is requested once.
         self._ended = self.launched
         self.when_done(self.launched, then=then)
         return True
@@ -189,7 +189,7 @@ class PartitionRun(ABC):
         if self.in_flight or self.is_driven:
             return False
         scheduler, ports, regions = self.scheduler, self._ports, self._regions
-        # A stopped run has dropped its tokens, so what its ports wait for never comes.
+        # A stopped run has dropped its tokens, so its ports would wait for ever.
         return self.stopped or not (
             scheduler.ready
             or scheduler.ended
@@ -240,7 +240,7 @@ class PartitionRun(ABC):
         """
         if self.stopped:
             self.check_quiet()
-        elif not self.is_driven:  # else it goes on anyway
+        elif not self.is_driven:  # a driven partition goes on anyway
             if self.run.in_caller:
                 if not self.run.leaves_to_caller(self.drive_in_caller, later=later):
                     self.drive_in_caller()
@@ -280,7 +280,7 @@ class PartitionRun(ABC):
         result: Value,
     ) -> None:
         """Record a device's work for one firing (None: before any)."""
-        if spans is not None and self.recorder is not None:  # copies in pieces are added later
+        if spans is not None and self.recorder is not None:  # records of copies in pieces are added later
             self.recorder.spans(spans, device, node, iteration, result)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Any) -> None:
@@ -340,7 +340,7 @@ class PartitionRun(ABC):
         if isinstance(error, DeviceLostError) and self._swapping is not None:
             self._swapping.tell_loss(error, self.run.number)
         self.failures.append((self.run.turn.count(), order, error))
-        self.run.on_failed()  # all at once: what one of them gives up must not go to another
+        self.run.on_failed()  # stop all partitions at once: no partition may take what another gives up
         self.stop()
 
     def stop(self) -> None:

@@ -43,12 +43,12 @@ class _Launched(NamedTuple):
         """Make the records of the first `count` spans of the work."""
         node, name, tag, outputs = self.node, self.device.name, self.tag, self.outputs
         label, op, location = node.label, node.source.op.name, str(node.source.location)
-        # Some devices tell of every kernel that a region launches.
+        # Some devices report every kernel that a region launches.
         is_region = node.region is not None
         # Work that began before its recorded ready time was ready when it began.
         after = sys.maxsize if self.scheduled_ns is None else self.scheduled_ns
         firings, samples = [], []
-        # Past the constructors: a loop launches thousands of kernels.
+        # Bypass the constructors, for speed: a loop launches thousands of kernels.
         for own_label, stream, began, ended, nbytes, sample in islice(spans, count):
             shown, kind = own_label if is_region and not nbytes else label, "copy" if nbytes else op
             scheduled = min(began, after)
@@ -79,8 +79,8 @@ class Recorder:
         self._launched: list[_Launched] = []
         self._counted: list[tuple[AsynchronousDevice, Spans]] = []
         self._asking: list[RequestingSpans] = []
-        device.memory.lap(self)  # peaks are measured from here on; `finish` ends that
-        # The mover adds to a list of its own as copies end, on any thread; `finish` reads it once the run has ended.
+        device.memory.lap(self)  # measure peaks from here on, until `finish`
+        # The mover appends to its own list when copies end, on any thread; `finish` reads it after the run.
         self.moves: Sequence[SwapCopy] = ()
         """Moves of saved values."""
 
@@ -129,7 +129,7 @@ class Recorder:
         ended, queued = self.now(), None
         if attempts:
             queued, started, ended, last_status = attempts[-1]
-            status = last_status if status == "cancelled" else status  # it may have waited for the next one
+            status = last_status if status == "cancelled" else status  # perhaps cancelled while waiting for a retry
         self.firing(node, iteration, "async", started, ended, result, status, queued, attempt=len(attempts))
 
     def answer(self, node: PlanNode, iteration: Iteration) -> object:
@@ -221,7 +221,7 @@ class Recorder:
 
     def new_spans(self) -> Spans:
         """Return a list for a device to record into; for a full trace, a list that only counts."""
-        spans = CountedSpans() if self._is_full else RequestingSpans()  # a trace says how many firings it has dropped
+        spans = CountedSpans() if self._is_full else RequestingSpans()  # a full trace still counts the firings it drops
         self._asking.append(spans)
         return spans
 
@@ -261,7 +261,7 @@ class Recorder:
             self._add(copied, (move.ended_ns, *move.memory))
         trace = self._trace
         for launched in self._launched:
-            # Only now: times of a card are read off events, which have to be done.
+            # Only now: times of a card are read from events, which must be done.
             spans = launched.device.settle(launched.spans)
             room = max(0, trace.capacity - trace.count)
             trace.dropped += max(0, len(spans) - room)
@@ -298,7 +298,7 @@ class Recorder:
                 source=node.peer,
                 target=self._device.name,
                 sent_ns=sent_ns,
-                received_ns=max(self.now(), sent_ns),  # on a simulated device the host may be ahead of the clock
+                received_ns=max(self.now(), sent_ns),  # the host of a simulated device may be ahead of the clock
                 nbytes=int(getattr(value, "nbytes", 0)),
             )
         )
@@ -351,7 +351,7 @@ class _Timed(deque["tuple[PlanNode, Iteration]"]):
 
     def append(self, item: tuple[PlanNode, Iteration]) -> None:
         node, iteration = item
-        if iteration.ready_ns is None:  # runs that are not traced have no such dict in each iteration
+        if iteration.ready_ns is None:  # created on demand, so that untraced runs have no such dict
             iteration.ready_ns = {}
         iteration.ready_ns[node] = self._now()
         super().append(item)
@@ -397,7 +397,7 @@ class _OrderedQueue(_TimedShuffledQueue):
         self._order = order
         self._partition = partition
 
-    # To the scheduler the queue is empty as long as the next firing of the record is not ready.
+    # The scheduler sees an empty queue until the next recorded firing is ready.
     def __bool__(self) -> bool:
         return self._order.may_take(self._partition, self)
 

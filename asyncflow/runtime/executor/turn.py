@@ -142,8 +142,7 @@ class Turn:
                 driven.is_queued = False
                 if self._quiet.copy().run(driven.drive, end):
                     self.enqueue(driven)
-            # A request computed alone goes on in this pass: waiting for the next pass would cost more than batching
-            # gains.
+            # A request computed alone goes on in this pass: waiting would cost more than batching gains.
             goes_on = batches is not None and batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
         if queue:
             self.wake()

@@ -87,7 +87,7 @@ class ExpectedRun:
         """Give up the place: the run has come, or never will."""
         if self._admission is not None:
             self._admission.expected.pop(self, None)
-            self._admission = None  # contexts that are copied from this one may outlive the session
+            self._admission = None  # copies of this context may outlive the session
 
 
 _expected: ContextVar[ExpectedRun | None] = ContextVar("asyncflow_expected_run", default=None)
@@ -169,7 +169,7 @@ class Admission:
     def __init__(self, options: SessionOptions, accounts: Sequence[MemoryAccount] = (), threads: int = 1) -> None:
         assert options.max_runs is not None
         self.is_auto = options.max_runs == "auto"
-        # Two more than there are threads: each of a CPU's lanes may have one, and the event loop, too.
+        # Two more than threads: each CPU lane may hold a run, and the event loop, too.
         self.max_runs = threads + _SPARE_PLACES if options.max_runs == "auto" else options.max_runs
         memory_limit = None if self.is_auto else options.memory_limit
         self._limits = options.max_queued, options.max_queued_bytes, memory_limit, self.is_auto
@@ -208,11 +208,11 @@ class Admission:
         if self.expected:
             self.arrived()
         if self.is_auto:
-            if plan is None or plan.survey.gathers:  # a plan says whether its runs need a place; it is compiled first
+            if plan is None or plan.survey.gathers:  # only a compiled plan shows whether its runs need a slot
                 return None
             cost = plan.cost
             may_do_without = 2 * calls <= self.max_runs or (plan.survey.awaits and cost.mean_s < _WAITING_S)
-            # One in 64 is measured, and a plan whose time is not known yet is.
+            # Measure one run in 64, and all runs of a plan whose time is unknown.
             if number & 63 and cost.is_known and may_do_without:
                 return None
         if is_within(turn):
@@ -250,12 +250,12 @@ class Admission:
     def _queue_for(self, cost: RunCost | None) -> RunQueue[AdmissionTicket]:
         if not self.is_auto or cost is None:
             return self.queues[0]
-        # Each length is up to four times the one before: bits of the ratio, two at a time. Without a time a plan has a
-        # queue of its own, by its cost.
+        # Each class of lengths spans a factor of 4: two bits of the ratio. A plan without a measured time has its own
+        # queue, by its cost.
         length = (int(cost.mean_s / _SHORTEST_S).bit_length() + 1) // 2 if cost.mean_s else cost
         queue = self.queues.get(length)
         if queue is None:
-            # Plans that were compiled and soon dropped would each leave a queue: idle ones go as a new one comes.
+            # Short-lived plans would each leave a queue: drop idle queues when a new one is added.
             if length is cost:
                 for key in [key for key, each in self.queues.items() if key and each.is_idle and not each.has_waiting]:
                     del self.queues[key]
@@ -271,7 +271,7 @@ class Admission:
         Raises:
             OverloadedError: as far as can be told before the run is known, `apply` would raise it.
         """
-        while self.expected and (first := next(iter(self.expected))).until_s <= now_s:  # the oldest comes first
+        while self.expected and (first := next(iter(self.expected))).until_s <= now_s:  # oldest first
             first.release()
         queues = self.queues.values()
         used = [queue for queue in queues if not queue.is_idle or queue.offered_s > now_s - _LATELY_S]
@@ -344,7 +344,7 @@ class Admission:
         except OverloadedError:
             self.refused += 1
             raise
-        except TimeoutError:  # here, or when its turn came
+        except TimeoutError:  # while waiting here, or when its turn came
             self.refused += 1
             self.late += 1
             raise too_late() from None
@@ -361,7 +361,7 @@ class Admission:
                 taken_s = ticket.spent_s + (0.0 if ticket.is_aside else now_s - ticket.started_s)
                 if self._accounts:
                     ticket.cost.observe_bytes(self._needed(ticket))
-                # A stopped run would have taken longer still: its time counts only if that alone is news.
+                # A stopped run would have taken longer: its time counts only if it already exceeds the expected time.
                 if not is_whole and taken_s <= ticket.cost.expected_s:
                     taken_s = None
             queue.end(ticket, taken_s)
@@ -373,7 +373,7 @@ class Admission:
     def step_aside(self, ticket: AdmissionTicket) -> None:
         """Give the place of a run to other runs, which it waits for."""
         now_s = asyncio.get_running_loop().time()
-        # Runs that wait for an atomic run may wait for this one: it may be the atomic run, or what that waits for.
+        # Runs held up by an atomic run may wait for this one: it may be the atomic run, or a run it waits for.
         for each in (ticket, *self._held_up):
             if not each.is_aside:
                 each.queue.step_aside(each, now_s)
@@ -384,7 +384,7 @@ class Admission:
         """Return True if a run that stepped aside has a place now; else ``go_on()`` is called when it has."""
         is_in_line, ticket.go_on = ticket.go_on is not None, go_on
         if is_in_line:
-            return False  # it waits already, for an earlier step; one call serves both
+            return False  # already in line for an earlier step; one call serves both
         now_s = asyncio.get_running_loop().time()
         if not ticket.queue.come_back(ticket, now_s):
             self._watch(ticket.queue)
@@ -398,7 +398,7 @@ class Admission:
             return await wait()
         loop = asyncio.get_running_loop()
         if self.is_auto or ticket.queue.aside:
-            # In the next turn: there may be nothing to wait for.
+            # Step aside only in the next turn: the wait may be over by then.
             loop.call_soon(lambda: self.step_aside(ticket) if ticket in self._held_up else None)
         self._held_up[ticket] = None
         try:

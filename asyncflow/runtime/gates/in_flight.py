@@ -141,8 +141,7 @@ class InFlight:
         began_s = 0.0 if self.observers is None else self.observers.now()
         device = self._devices[plan.partitions[0].device]
         if call.node.conduct.is_user:
-            # A started call can be neither refused nor restarted, and an observer expects a function's calls inside its
-            # run.
+            # A started call can be neither refused nor restarted, and observers expect a function's calls in its run.
             if is_part or self._has_places or self.observers is not None or self._has_limit:
                 return None
             made = run_user_call(call, device, values)

@@ -165,7 +165,7 @@ class RunQueue(Generic[R]):
     max_queued_bytes: int | None = None
     memory_limit: int | None = None
     is_auto: bool = False
-    # Dicts in place of sets: sums over them, and overdue runs, come in the order of starts in every process.
+    # Dicts, not sets: sums and overdue runs follow the order of starts in every process.
     in_flight: dict[R, None] = field(default_factory=dict, init=False)
     aside: dict[R, None] = field(default_factory=dict, init=False)
     overdue: dict[R, None] = field(default_factory=dict, init=False)
@@ -216,8 +216,8 @@ class RunQueue(Generic[R]):
         if self.aside:
             self._check_kind(run, now_s)
         if not self._totals and self._fits(run):
-            # A run that is alone of its kind starts whatever is expected of it: else one slow run, after which all are
-            # refused, would never be corrected.
+            # A run with no other of its kind in flight always starts: otherwise one slow run would cause refusals, and
+            # its measured time would never be corrected.
             if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in self.in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
@@ -233,7 +233,7 @@ class RunQueue(Generic[R]):
 
         Nothing changes. `offer` may still refuse a run of a kind that takes longer than most.
         """
-        # A request asks before its run is known (`Admission.expect`): the mean time of all runs stands for its own.
+        # Requests ask before their run is known (`Admission.expect`), so use the mean time of all runs.
         free = 0 if self._totals else max(0, self.max_runs - len(self.in_flight))
         if coming < free:
             return None
@@ -285,19 +285,19 @@ class RunQueue(Generic[R]):
         """Take the place of a run in flight, which waits for others, but not its memory."""
         if run in self.in_flight:
             del self.in_flight[run]
-            self._held_s = 0.0  # a place is free, so a run that others wait for can start
+            self._held_s = 0.0  # a slot is free, so a run that other runs wait for can start
         else:
             self.overdue.pop(run, None)
         self.aside[run] = None
         self._kinds_aside[run.cost] += 1
         run.is_aside = True
-        # When it comes back it will take about as long: it may be a loop that waits in each iteration.
+        # Expect the same time again when it comes back: it may be a loop that waits in each iteration.
         run.charge_s = now_s - run.started_s
         run.spent_s += run.charge_s
 
     def come_back(self, run: R, now_s: float) -> bool:
         """Return True if a run that stepped aside goes on now; else it waits until `decide` gives it."""
-        # Behind runs that wait: loops that step aside for each element would otherwise let no other run start.
+        # Queue behind waiting runs: otherwise loops that step aside for each element would block all new runs.
         if self._totals or not self._fits(run):
             self._insert(run)
             return False
@@ -321,7 +321,7 @@ class RunQueue(Generic[R]):
         self._reserved -= run.reserved
         if taken_s is not None and run.cost is not None:
             run.cost.observe(taken_s)
-            # An eighth of each new time, the weight that `RunCost` gives it, too.
+            # Weight 1/8 for each new time, as in `RunCost`.
             self._mean_s += (taken_s - self._mean_s) / 8
 
     def let_go(self, now_s: float) -> None:
@@ -350,8 +350,7 @@ class RunQueue(Generic[R]):
             yield self._refused.pop()
         while self._totals and len(self.in_flight) < self.max_runs:
             run = self._line.next(self._charge_s)
-            # A run that comes back has begun: even if it is cancelled or late, it must end by itself and release its
-            # resources.
+            # A run that comes back has begun: even if cancelled or late, it must end by itself and release resources.
             if run.is_gone and not run.is_aside:
                 self.withdraw(run)
             elif run.may_be_late(now_s) and not run.is_aside:
@@ -381,7 +380,7 @@ class RunQueue(Generic[R]):
                 behind += 1
             else:
                 own_s = self._expected_s(totals.costs_s[: self._line.count_before(priority, run.place)])
-        # Each priority behind takes its share, and this one gets its own whatever stands before it.
+        # Each lower priority takes its share, and this priority gets its own share whatever is ahead.
         share = share_of(len({*self._totals, run.priority}))
         before_s = (before_s + own_s) / (1 - behind * share)
         with_share_s = own_s / share + self._charge_s(run) * (1 / share - 1)
@@ -406,7 +405,7 @@ class RunQueue(Generic[R]):
 
     def _fits(self, run: R) -> bool:
         if not self.in_flight:
-            return True  # even above the memory limit: no end of another run would make more room
+            return True  # even above the memory limit, as no other run could free memory
         if len(self.in_flight) >= self.max_runs:
             return False
         return run.is_aside or self.memory_limit is None or self._reserved + run.reserved <= self.memory_limit
@@ -423,12 +422,12 @@ class RunQueue(Generic[R]):
         run.is_aside = False
         del self.aside[run]
         self._kinds_aside[run.cost] -= 1
-        if not self._kinds_aside[run.cost]:  # the cost of a plan that was dropped must not stay here
+        if not self._kinds_aside[run.cost]:  # do not keep the cost of a dropped plan alive
             del self._kinds_aside[run.cost]
 
     def _part(self, count: int, nbytes: int) -> float:
         """Return the share of the places that `count` runs with `nbytes` bytes take."""
-        # Of 0 places one run takes two, so that it is too many.
+        # With 0 slots, count one run as two slots of one, which is too many.
         places = 0.0 if self.max_queued is None else count / (self.max_queued or 0.5)
         space = 0.0 if self.max_queued_bytes is None else nbytes / (self.max_queued_bytes or 0.5)
         return max(places, space)
@@ -461,7 +460,7 @@ class RunQueue(Generic[R]):
             if priority == run.priority or (priority < run.priority and own_part > SHARE):
                 continue
             left, left_bytes = self._totals[priority].new, self._totals[priority].nbytes
-            # Runs that come back take no place of the queue: to refuse one would free none, and lose its work.
+            # Runs that come back take no slot of the queue: refusing one would free no slot and lose its work.
             last_first = (each for each in reversed(self._line.by_priority[priority]) if not each.is_aside)
             while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > SHARE:
                 left -= 1

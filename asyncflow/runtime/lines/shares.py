@@ -35,7 +35,7 @@ class PriorityShares:
         if not self._owed:
             return min(costs)
         own = 1 - share_of(len(costs))
-        # Among priorities owed the same, the most important goes first, so a burst with one request for each keeps its
+        # Among priorities owed the same, the most important goes first: a burst with one request for each keeps its
         # order.
         left = {each: self._owed.get(each, 0.0) - own * cost for each, cost in costs.items()}
         most = max(left.values())

@@ -45,9 +45,9 @@ def _enter(part: RunPart) -> None:
     """Have the current context belong to a run. Each run does, so this is one call."""
     leave_graphs()
     if call_log.get() is not None:
-        call_log.set(None)  # a recorded function asked for this run, whose calls are its own
+        call_log.set(None)  # a recorded function started this run, which logs its own calls
     if attempts_of.get() is not None:
-        attempts_of.set(None)  # and a traced one
+        attempts_of.set(None)  # likewise for a traced function
     own_context(part)
 
 
@@ -139,14 +139,14 @@ class Run:
         self.part.emitter = self.emitter
         if self.ticket is not None:
             self.part.on_wait = self.look_aside
-            if not self.ticket.is_auto:  # else a coroutine needs no place
+            if not self.ticket.is_auto:  # with "auto", coroutines need no slot
                 self.part.back = self.back
         if plan.survey.takes:
             self.taken = Taken()
             self.context.run(own_taken, self.taken)
             self.own_context = self.context.copy()
         elif plan.survey.waits:
-            self.context.run(own_taken, None)  # not what an outer run has taken
+            self.context.run(own_taken, None)  # do not inherit elements taken by an outer run
         self.in_caller = plan.survey.waits and self.emitter is None
         self.survey = plan.survey
         self._started_ns = self.turn.clock() if self.trace is not None else 0
@@ -222,7 +222,7 @@ class Run:
         """A value of `staying` is there."""
         self.stayed[index] = value
         if self.awaited is not None and not self.awaited.done():
-            self.awaited.set_result(None)  # the caller checks again whether all values are there
+            self.awaited.set_result(None)  # the caller then checks for all values
 
     async def wait_for_staying(self) -> bool:
         """Returns whether all values of `staying` are there, once they are, or the run has ended.
@@ -258,14 +258,14 @@ class Run:
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.stop("cancelled")
-            except GeneratorExit:  # the coroutine is thrown away: no task is left to wait
+            except GeneratorExit:  # the coroutine was dropped: no task waits any more
                 if not self.turn.loop.is_closed():
                     self.stop("cancelled")
                 raise
         try:
             return self.outcome(cancelled)
         finally:
-            del cancelled  # its traceback leads to this frame, and that would be a cycle
+            del cancelled  # its traceback refers to this frame: avoid a cycle
 
     def outcome(self, cancelled: asyncio.CancelledError | None = None) -> list[Value]:
         """The fetched values of a run that has finished, once; or raises as `wait`, whose wait was `cancelled`."""
@@ -281,7 +281,7 @@ class Run:
                 if failure is not None:
                     raise failure
             finally:
-                del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
+                del failure, cancelled  # their tracebacks refer to this frame: avoid a cycle
         results = self.executors[0].scheduler.results
         if len(self.executors) == 1 and not self.stayed:
             return results
@@ -324,7 +324,7 @@ class Run:
     def close(self) -> None:
         """End the run because its session closes."""
         if self.emitter is not None:
-            self.emitter.discard()  # the run may wait for a consumer that never takes another value
+            self.emitter.discard()  # else the run could wait for a consumer that never takes another value
         self._fail(SessionClosedError("the session was closed while the run was in flight"))
 
     def on_failed(self) -> None:
@@ -375,7 +375,7 @@ class Run:
             return
         executors = [each for each in self.executors if isinstance(each, Executor)]
         if not executors:
-            return  # a lone firing has its place until it ends
+            return  # a lone firing keeps its slot until it ends
         if not all(each.is_in_line or each.is_quiet for each in executors):
             return
         if not any(each.has_launched(self.on_quiet) for each in executors):
@@ -435,7 +435,7 @@ class Run:
             return None
         ranked = [error for _, _, error in sorted(failures, key=lambda failure: failure[:2])]
         for executor in self.executors:
-            executor.failures.clear()  # their tracebacks lead back here
+            executor.failures.clear()  # their tracebacks refer to this object
         for other in ranked[1:]:
             first_line = str(other).partition("\n")[0]
             ranked[0].add_note(f"also failed: {type(other).__name__}: {first_line}")

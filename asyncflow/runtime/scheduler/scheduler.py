@@ -497,8 +497,7 @@ class Scheduler:
                 self.ended.append((frame.info.acknowledges, oldest.counters()))
             frame.live -= 1
             working_set = frame.info.working_set
-            # With no live iteration, none would ever end and free memory: start one anyway, and fail if memory is
-            # short.
+            # With no live iteration, none would end and free memory: start one anyway, even if it may fail.
             if frame.parked and (not frame.live or working_set is None or working_set.fits(frame.live + 1)):
                 following = self._unpark(frame, oldest)
             if following is None:

@@ -177,7 +177,7 @@ class Record:
             if not all(isinstance(name, str) for name in (*found["fetches"], *found["devices"])):
                 raise ValueError("a fetch or a device is no name")
             return cls(**found, has_results=form == _FORMAT)
-        # A damaged file may fail anywhere above: all of these are faults of the file, and name it.
+        # A damaged file may fail anywhere above: report all of these as faults of the file, by name.
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             wrong = f"{path} is no record of a run, or a part of one: it is no JSON"
             raise ReplayError(f"{wrong}; session.run(..., record=path) writes one") from error
@@ -205,7 +205,7 @@ async def recorded(
         OSError: the record cannot be written; before the run, if its folder is not there, or it is a folder itself.
         ValueError: another run is writing its record there; before the run.
     """
-    # Checked and noted without a wait in between, before the run: it may take hours, and have effects.
+    # Check the path and reserve it, without an await between, before the run: it may take hours and have effects.
     file = _checked(path)
     _in_flight.add(file)
     try:
@@ -217,11 +217,11 @@ async def recorded(
 async def _recorded(
     call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
 ) -> Nest:
-    # A trace without room: runs take the log of picks from it, and record no firings.
+    # A trace of capacity 0: runs take the log of picks from it, and record no firings.
     graph, trace = call.request.graph, Trace(capacity=0, detail="node")
     resources = resources_by_label(graph)
     states = {label: about.lookup(it) for label, it in resources.items()}
-    # All are captured here, in one step of the event loop, and copied out on a thread: writes go on meanwhile.
+    # Capture all states in one step of the event loop, then copy them on a thread while writes go on.
     trace.order = log = PickLog(about.lookup, [it for it in resources.values() if isinstance(it, Variable | Table)])
     variables = {label: (state, state.value) for label, state in states.items() if isinstance(state, VariableState)}
     captures = {label: state.capture() for label, state in states.items() if isinstance(state, TableState)}
@@ -262,7 +262,7 @@ async def _recorded(
                 placement=log.placement,
                 checksums=[checksum(value) for value in leaves],
             )
-            # On a thread: records of long runs have many megabytes.
+            # On a thread, as records of long runs take many megabytes.
             await call_beside(record.save, path)
             if (missing := record.lacks()) is not None:
                 _log.warning("%s cannot be replayed: %s", path, record.why_it_lacks(missing))
@@ -282,8 +282,7 @@ def _checked(path: Path) -> Path:
 
 def resources_by_label(graph: Graph) -> dict[str, Resource]:
     """Return the resources of a graph by their names in its text."""
-    # Printing gives resources their labels, in the order in which the text meets them. Lenient: the text itself is
-    # thrown away, and a graph without a text form has resources as well.
+    # Printing labels resources in the order of the text. Lenient: the text is discarded, and any graph has resources.
     printer = Printer(lenient=True)
     for _ in printer.graph_lines(graph):
         pass
@@ -322,7 +321,7 @@ def _name(fetch: Fetch, resources: Mapping[str, Resource]) -> str:
 def _plain_options(options: SessionOptions) -> dict[str, object]:
     found = {each.name: getattr(options, each.name) for each in fields(SessionOptions)}
     return {
-        # `without` may be a set, which JSON does not have.
+        # `without` may be a set, which JSON lacks.
         name: list(value) if name == "without" else value
         for name, value in found.items()
         if name not in OF_ITS_PLACE
@@ -347,7 +346,7 @@ def _written_answer(answer: object) -> tuple[str, object]:
         return "raised", answer
     if isinstance(answer, StoreContent):
         return "array" if isinstance(answer, ArrayContent) else "rows", answer.text()
-    # The text form of values has no place for a content.
+    # The text form of values cannot hold contents of stores.
     if isinstance(answer, tuple) and any(isinstance(each, StoreContent) for each in answer):
         return "values", [_written_answer(each) for each in answer]
     return "value", _written(answer)
@@ -362,8 +361,8 @@ def _written_outcome(outcome: Outcome) -> tuple[str, object]:
 def _read_answer(kind: str, found: object) -> object:
     if kind in _MARKS:
         return _MARKS[kind]
-    # Kinds that this release does not know fail below, as they are no text of a value.
-    if kind == "refusal":  # of release 0.2: a closed queue, or an input at its end
+    # Unknown kinds fail below, as they are not the text of a value.
+    if kind == "refusal":  # written by release 0.2: a closed queue, or an input at its end
         reason, queue, left = cast("tuple[str, str, int]", found)
         return Raised.of(QueueClosedError(reason, queue=queue, left=left) if queue else EndOfInput(reason))
     if kind == "raised":
@@ -382,9 +381,9 @@ def _read_answer(kind: str, found: object) -> object:
 
 
 def _read_on_card(written: str | tuple[str, object], placed: Sequence[int]) -> OnCard:
-    # Earlier releases wrote the text alone, without stores.
+    # Earlier releases wrote only the text, without stores.
     outputs = parse_value(written) if isinstance(written, str) else _read_answer(*written)
-    # A damaged record must not place a string or a number on a card, where the error would name no file.
+    # Refuse a damaged record here: a string or a number placed on a card would fail without naming the file.
     arrays = outputs if isinstance(outputs, tuple) else (outputs,)
     is_there = [is_array(each) or isinstance(each, StoreContent) for each in arrays]
     if not placed or not all(index in range(len(arrays)) and is_there[index] for index in placed):

@@ -138,8 +138,8 @@ class BatchCall(Generic[M]):
         """Return when one of its members may be why the call has not ended, and keep the others from ending."""
         if self.started_ns == inf:
             return inf
-        # The first member to be due has half of its time, so that others may still end in time. The call may also take
-        # as long again as before a member left.
+        # Half of the time to the earliest deadline, so that other members can still end in time. After a member leaves,
+        # the call also gets as much time as it had taken.
         halfway_ns = (self.started_ns + min(member.deadline_ns for member in self.members)) / 2
         expected_ns = self.lane.costs.predict_ns(len(self.members))
         again_ns = 2 * self.left_ns - self.started_ns
@@ -201,7 +201,7 @@ class Lane(Generic[M]):
 
     def drop_late(self, now_ns: int) -> None:
         """Remove members that are past their deadlines."""
-        # A late member is due, and so stands in front. A due member need not be late: a second of waiting is enough.
+        # Late members are due, so they stand in front. A due member need not be late: it may have waited a second.
         for line in list(self.waiting.by_priority.values()):
             if _due_ns(line[0]) <= now_ns:
                 for member in list(takewhile(lambda each: _due_ns(each) <= now_ns, line)):
@@ -212,7 +212,7 @@ class Lane(Generic[M]):
         """Return when the first member of a priority has waited for half of the time until it is due."""
         return min([first.offered_ns + _due_ns(first) for first in self.waiting.firsts()]) / 2e9
 
-    # The first member is taken whatever its bytes: it would otherwise wait for ever.
+    # The first member is taken whatever its size: otherwise it would wait for ever.
     def take(self, size: int) -> list[M]:
         """Take the next `size` members at most; of more than one, no more than the policy's bytes."""
         taken: list[M] = []
@@ -222,7 +222,7 @@ class Lane(Generic[M]):
             nbytes += member.nbytes
             if taken and most is not None and nbytes > most:
                 break
-            self.waiting.remove(member.priority)  # it is the first of these
+            self.waiting.remove(member.priority)  # it is the first in its line
             taken.append(member)
         return taken
 
@@ -244,7 +244,7 @@ class Lane(Generic[M]):
         lines: dict[int, list[float]] = {}
         for member in chain(members, self.waiting):
             lines.setdefault(member.priority, []).append(member.deadline_ns)
-        # All waiting members count, not only those taken: another call may answer more of them in time.
+        # Consider all waiting members, not only the taken ones: a different call may answer more of them in time.
         for member in members:
             self.add(member)
         size = size_in_time([lines[priority] for priority in sorted(lines)], now_ns, self.most, self._safe_ns)
@@ -379,7 +379,7 @@ class Batcher(Generic[M]):
         call.lane.under_way.append(call)
 
     def _lane_apart(self, lane: Lane[M], members: Sequence[M]) -> Lane[M]:
-        # A signature that no later firing has, so that no member joins a lane whose call may never end.
+        # A unique signature, so that no later member joins a lane whose call may never end.
         apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs, lane.label)
         self.lanes[apart.signature] = apart
         for member in members:
@@ -393,7 +393,7 @@ class Batcher(Generic[M]):
         group.size += len(call.members)
         group.taken_ns = max(group.taken_ns, taken_ns)
         group.sum_ns += len(call.members) * taken_ns
-        if group.ended == group.calls:  # parts compete for cores: only all of them show what the members cost
+        if group.ended == group.calls:  # parts compete for cores, so only all parts together show the cost
             costs.observe(group.size, group.taken_ns, group.calls, group.sum_ns / group.size)
         costs.returns.answer(len(call.members), now_ns)
         self._free(call)
@@ -411,9 +411,9 @@ class Batcher(Generic[M]):
         if lacks_memory and len(call.members) > 1:
             call.lane.costs.fits = (
                 len(call.members) // 2
-            )  # the limit is for later calls as well; `_next` tries more now and then
+            )  # later calls keep this limit; `_next` tries larger ones now and then
         if not is_settled:
-            # The halves stand in their order before the remaining parts: n members need at most 2 n - 1 calls in all.
+            # The halves go in order before the remaining parts: n members need at most 2 n - 1 calls.
             call.lane.suspects.extendleft(reversed(halves(members)))
         self._free(call)
         return is_settled
@@ -435,7 +435,7 @@ class Batcher(Generic[M]):
             return False
         if lane.suspects:
             return True
-        # Late members go before the policy is asked: they must not decide when a call begins, or for how many.
+        # Drop late members before asking the policy: they must not affect when a call starts, or its size.
         lane.drop_late(now_ns)
         if not lane.waiting.by_priority:
             self._drop_if_empty(lane)
@@ -459,14 +459,14 @@ class Batcher(Generic[M]):
         explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
         if explores:  # try another size than the best known one
             if costs.fits is not None:
-                costs.fits *= 2  # there may be more memory now
+                costs.fits *= 2  # more memory may be free now
             chosen = min(len(lane), lane.most)
         members = lane.fit(lane.take(chosen), now_ns)
         if not members and (self.is_ending or self._random.randrange(_TRY) == 0):
             members = lane.take(1)
         size = len(members)
         if explores and lane.policy.max_bytes is None and costs.likely_ns(2 * size) > 2 * costs.likely_ns(size):
-            # No call takes longer than its halves one by one, unless that is an old time; such calls seem too late.
+            # A call is never slower than its two halves in turn: a longer prediction is old, and would refuse members.
             members += lane.take_reachable(min(size, chosen - size), now_ns + costs.likely_ns(1))
             size = len(members)
         if not size:
@@ -481,11 +481,11 @@ class Batcher(Generic[M]):
         rule.is_ending, lane.failure = self.is_ending, None
         now_s, count, most = now_ns / 1e9, len(lane.waiting), lane.most
         if policy is None and not rule.is_delayed:
-            # Most lanes are looked at here, several times for each call: plain numbers suffice.
+            # The usual path, taken several times for each call: plain numbers are enough.
             again_s = rule.until_s(now_s, count, most, is_idle, lane.halfway_s)
             lane.chosen = 0 if now_s < again_s else rule.size(count, most)
         else:
-            # Users may keep the tuple; a view of the line would change with the line.
+            # A copy, as user policies may keep it, and the line changes.
             line = WaitingLine(lane.waiting, _seen)
             step = NextStep(
                 now_s,
@@ -498,18 +498,18 @@ class Batcher(Generic[M]):
             try:
                 lane.chosen, again_s = decide(rule if policy is None else policy, step, lane.label)
             except Exception as error:
-                # A call is made all the same, which fails at once: its members are told as of any other failure.
+                # Start a call that fails at once, so that its members get the error like any other failure.
                 lane.chosen, again_s, lane.failure = count, inf, error
-        # Rounding to nanoseconds must not give the present time again, at which a virtual clock would stand still.
+        # Later than now even after rounding to nanoseconds: otherwise a virtual clock would stand still.
         lane.asked_again_ns = inf if lane.chosen else max(again_s * 1e9, now_ns + 1)
         return lane.chosen > 0
 
     def _free(self, call: BatchCall[M]) -> None:
-        if call in call.lane.under_way:  # else the call was divided, and is stopped only now
+        if call in call.lane.under_way:  # else the call was split before, and stops only now
             call.lane.under_way.remove(call)
         self._drop_if_empty(call.lane)
 
     def _drop_if_empty(self, lane: Lane[M]) -> None:
-        # A signature names values that a run has brought, and must not outlive it.
+        # A signature refers to values of runs, and must not keep them alive.
         if not (lane.waiting.by_priority or lane.suspects or lane.under_way) and self.lanes.get(lane.signature) is lane:
             del self.lanes[lane.signature]

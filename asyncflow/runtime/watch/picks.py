@@ -157,7 +157,7 @@ class PickLog:
     def begin(self, run: int, placement: Mapping[str, str]) -> None:
         """Note that the run of that number begins, with nodes on these devices by name."""
         self.run, self.placement = run, placement
-        # Only now: another version of the variables may have replaced that which the record began with.
+        # Looked up only now: the variables' versions may have been replaced since the record began.
         if self._lookup is not None:
             self._states = {each: self._lookup(each) for each in self._last_writes}
 
@@ -172,7 +172,7 @@ class PickLog:
     def taken(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
         """A node was taken."""
         if node.kind != Kind.KERNEL:
-            return  # primitives only route: their order shows in the kernels taken after them
+            return  # primitives only route: their order shows in the order of later kernels
         pick = Pick(partition, node.name, iteration.tag())
         self._places[pick] = len(self.picks)
         self.picks.append(pick)
@@ -190,7 +190,7 @@ class PickLog:
             device: its device.
             at_once: the firing was taken in the same step of the event loop.
         """
-        if not at_once:  # others may have written between that and the firing's own access
+        if not at_once:  # other runs may have written before the firing's own access
             self._foreign.update(self._touched(node))
         place = self._places[Pick(partition, node.name, iteration.tag())]
         self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
@@ -219,7 +219,7 @@ class PickLog:
 
     def _bring(self, place: int, result: Value, device: Device) -> None:
         """Ask a card for copies of the answer; until they come, the answer is `ELSEWHERE`."""
-        # Asked for now, while the values are on the card: later firings may use up their memory.
+        # Requested now, while the values are on the card: later firings may reuse their memory.
         outputs: list[Placed] = [*result] if isinstance(result, tuple) else [result]
         placed = [index for index, value in enumerate(outputs) if isinstance(value, DeviceValue)]
         card = device.asynchronous
@@ -228,7 +228,7 @@ class PickLog:
         outputs = [*map(_copied, outputs)]
         try:
             contents = {index: found for index in placed if (found := _content_on(card, outputs[index])) is not None}
-        except MemoryLimitExceeded:  # the run itself may have room; what the record lacks, it says
+        except MemoryLimitExceeded:  # the run itself may still fit; a replay reports the missing answer
             return
         parts = {index: list(contents[index].arrays if index in contents else [outputs[index]]) for index in placed}
         asked = [(each, at) for each in parts.values() for at, x in enumerate(each) if isinstance(x, DeviceValue)]
@@ -246,11 +246,11 @@ class PickLog:
                 return
             for index, each in parts.items():
                 outputs[index] = contents[index].with_arrays(map(np.asarray, each)) if index in contents else each[0]
-            # After an error, such as the loss of the card, there is none. A simulation of shapes gives no data.
+            # No answer after an error, such as a lost card, or in a simulation of shapes, which has no data.
             if _checksum_of(tuple(outputs)) is not None:
                 self.answers[place] = OnCard(tuple(outputs) if isinstance(result, tuple) else outputs[0], placed)
 
-        self._copies += len(asked)  # before the calls, which may deliver at once
+        self._copies += len(asked)  # count before the calls, which may deliver at once
         for number, (each, at) in enumerate(asked):
             try:
                 card.read_value(each[at], partial(take, each, at))
@@ -278,7 +278,7 @@ class PickLog:
             return
         answer: object = self._calls.get(place, COMPUTED)
         if asks_others(node.source) or self._is_foreign(node):
-            # To compute it again would call the functions of a batch or pool, without the members it was shared with.
+            # Computing it again would call the functions of a batch or pool without its other members.
             answer = Raised.of(error)
         self._failures.append((place, error, answer))
 
@@ -296,7 +296,7 @@ class PickLog:
         """
         for place, found, answer in self._failures:
             self.answers[place] = answer if found is error else UNANSWERED
-        self._failures.clear()  # their tracebacks lead back here
+        self._failures.clear()  # their tracebacks refer to this object
 
     def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
         """Return the log of a firing's calls of user functions; None if they are called without a log."""
@@ -355,9 +355,9 @@ class PickGuide(PickLog):
 
     def position(self, partition: int, ready: _Ready) -> int | None:
         """Return the position of the next pick, or of a primitive; None if there is neither."""
-        self._ready[partition] = ready  # to be listed if the run stalls
+        self._ready[partition] = ready  # kept to list them if the run stalls
         awaited = None if self.is_at_end else self._expected[len(self.picks)][:3]
-        # Primitives at once: the next kernel may only become ready by them.
+        # Take primitives at once: they may make the next kernel ready.
         for position, (node, iteration) in enumerate(ready):
             if node.kind != Kind.KERNEL or (partition, node.name, iteration.tag()) == awaited:
                 return position
@@ -373,10 +373,10 @@ class PickGuide(PickLog):
         if node.kind != Kind.KERNEL:
             return
         if self.is_at_end:
-            # The recorded run was cancelled here, or ran out of time: nothing in the record would stop this one.
+            # The recorded run was cancelled or timed out here, and no later pick would stop this one.
             if not self._is_whole and self._stop is not None:
                 self._stop()
-        # A partition with nothing to take does not look again by itself.
+        # Wake the next partition: with no pick of its own, it does not check again by itself.
         elif (following := self._expected[len(self.picks)].partition) != partition and following in self._wakes:
             self._wakes[following]()
 
@@ -394,9 +394,9 @@ class PickGuide(PickLog):
         super().ended(partition, node, iteration, result, device, at_once=at_once)
         place = self._places[Pick(partition, node.name, iteration.tag())]
         given, expected = self.picks[place], self._expected[place]
-        if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result
+        if expected.checksum is None:  # the recorded run stopped or failed before this firing had a result
             return
-        # Only the first difference is told: what follows it differs, too.
+        # Report only the first difference, as later values depend on it.
         if self.difference is None and given.checksum != expected.checksum:
             self.difference = ReplayError(
                 f"firing {place + 1} of {len(self._expected)}, {given}, gave another value than in the record: "
@@ -412,7 +412,7 @@ class PickGuide(PickLog):
         is_known = calls or asks_others(node.source)
         place = self._places[Pick(partition, node.name, iteration.tag())]
         found = self._given.get(place, UNANSWERED if is_known else COMPUTED)
-        # The node is computed, with the recorded results of its calls: kernels around a call have work of their own.
+        # Compute the node with the recorded results of its calls, as kernels do work around a call.
         if isinstance(found, CallLog):
             return COMPUTED
         return found if isinstance(found, Raised) else _given(found)
@@ -456,7 +456,7 @@ def _content_on(card: AsynchronousDevice, value: DeviceValue) -> StoreContent | 
 
     if not isinstance(getattr(value, "value", None), ArrayValue | RowState):
         return None
-    # As a kernel of the card: its copies are made before any later kernel writes to the elements.
+    # Copy by a kernel of the card, which runs before any later kernel writes to the elements.
     info = KernelInfo(name="record", single=False, keeps_arrays=True, flops=lambda *_: 0.0, infer=lambda *_: None)
     arrays = card.bind(copied, info)(value)
     return None if found is None else found.with_arrays(arrays)

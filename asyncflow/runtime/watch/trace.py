@@ -26,7 +26,7 @@ WHOLE: Final = frozenset({LOOP, "region"})
 """Ops of several nodes that ran as a whole."""
 
 
-# Records are tuples, as a trace may hold a million: an object with a `__dict__` would take several times the memory.
+# Records are tuples, as a trace may hold a million: objects with a `__dict__` would take several times the memory.
 class Firing(NamedTuple):
     """A firing of a node: the times at which it became ready, its kernel started, and its outputs were there.
 
@@ -246,13 +246,12 @@ class Trace:
         self.order: PickLog | None = None
         self._firings = list(firings)
         self._memory = list(memory)
-        # A launch of a simulated card adds a function here: to make its records takes as long as to simulate it.
+        # A launch of a simulated card adds a function here: making its records takes as long as simulating it.
         self._unmade: deque[Callable[[], _Records]] = deque()
-        # Two counters: if one thread adds records while another reads them, changes to one shared counter could be
-        # lost.
+        # Two counters: one thread may add records while another reads, and changes to a shared counter could be lost.
         self._added = self._made = 0
         self._is_making = False
-        self._inner: list[Trace] = []  # traces made inside the block, and not yet added
+        self._inner: list[Trace] = []  # traces made inside the block, not added yet
         if self.detail not in (None, "node", "region"):
             raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
         outer = _current.innermost()
@@ -291,7 +290,7 @@ class Trace:
 
     def _ask(self, asked: DeviceRequests) -> None:
         """Add counts of a run and card to earlier counts of the same run and card, if there are any."""
-        # All executors of a run end their records in one go, so no other run's counts are between.
+        # All executors of a run end their records together, so counts of other runs do not come between.
         for place in range(len(self.requests) - 1, -1, -1):
             run, device, *counts = self.requests[place]
             if run != asked.run:
@@ -302,14 +301,14 @@ class Trace:
         self.requests.append(asked)
 
     def _make(self) -> None:
-        if not self._unmade:  # nearly every reader leaves here, so this is without the lock
+        if not self._unmade:  # nearly every reader returns here, so no lock is taken
             return
         with _making:
-            if self._is_making:  # this thread is amid the loop below: it reads the records made so far
+            if self._is_making:  # this thread is inside the loop below: it reads the records made so far
                 return
             self._is_making = True
             try:
-                # What fails to be made stays the first, so that the next reader gets the error again, and no gap.
+                # A failing function stays in front: the next reader gets the error again, instead of a gap.
                 while self._unmade:
                     firings, samples = self._unmade[0]()
                     self._firings += firings
@@ -348,7 +347,7 @@ class Trace:
         self._inner.clear()
 
     def _add(self, inner: Trace) -> None:
-        # Beyond the capacity the first firings stay, as in one trace that records more than its capacity.
+        # Above the capacity the first firings are kept, as when a trace records too many itself.
         room = max(0, self.capacity - self.count)
         self.firings.extend(inner.firings[:room])
         self.dropped += inner.dropped + len(inner.firings[room:])
@@ -367,7 +366,7 @@ current_trace = _current.innermost
 
 
 Writer = Callable[[Trace, Path], None]
-# The list has one element at most. A function can fill it without a `global` statement.
+# A list of at most one element, which a function can fill without a `global` statement.
 _writers: list[Writer] = []
 
 

@@ -95,8 +95,8 @@ class QueueState(LinedState):
         self.left_container: str | None = None
         self._putters: deque[QueuePlace] = deque()
         self._takers: deque[QueuePlace] = deque()
-        self._coming = 0  # number of elements that waiting puts have
-        self._in_hand: list[Element] = []  # elements of the first take, while they are copied for it
+        self._coming = 0  # number of elements in waiting puts
+        self._in_hand: list[Element] = []  # elements being copied for the first take
         self._restored = 0  # number of calls of `become`
         self._element_bytes = _bytes_of(specs)
 
@@ -116,7 +116,7 @@ class QueueState(LinedState):
             QueueClosedError: it is closed.
         """
         order, count, place = self.elements, len(elements), None
-        # Outside the lock: it may be the user's function that finds the bucket of an element.
+        # Outside the lock: a user's function may find the bucket of an element.
         entries = elements if order.entries is None else order.entries(elements)
         with self.lock:
             if self.is_closed or self.ended is not None:
@@ -214,7 +214,7 @@ class QueueState(LinedState):
         restored, where = cast("tuple[int, object]", where)
         with self.lock:
             if restored != self._restored:
-                return  # they are no part of the restored content
+                return  # they are not part of the restored content
             self.elements.give_back(elements, where)
             self._settle()
         self.wake_called()
@@ -234,7 +234,7 @@ class QueueState(LinedState):
         with self.lock:
             self.check()
             self.is_closed = True
-            if cancel_pending:  # takes never wait in vain: `_may_take` lets them go on, and they find it closed
+            if cancel_pending:  # takes need no refusal: `_may_take` lets them go on, and they find the queue closed
                 waiting, self._putters, self._coming = self._putters, deque(), 0
                 for place in waiting:
                     place.is_refused = True
@@ -288,7 +288,7 @@ class QueueState(LinedState):
         elements.
         """
         with self.lock:
-            self._in_hand = []  # the take that copies them has come before this
+            self._in_hand = []  # the take that copies them counts as earlier
             self._restored += 1
             self.elements.restore(snapshot.elements, snapshot.order)
             self.is_closed = snapshot.is_closed
@@ -307,7 +307,7 @@ class QueueState(LinedState):
     def _may_take(self, count: int, or_fewer: bool) -> bool:
         held = len(self.elements)
         if self.is_closed:
-            # Nothing at all is needed by what will never be served.
+            # A take that can never be served needs 0 elements: it goes on, and fails.
             return held >= self._needed(count, or_fewer)
         if held < count + self.reserve:
             return False
@@ -379,7 +379,7 @@ class QueueState(LinedState):
             place.is_called = False
             return NOT_YET
         line.popleft()
-        # Whatever happens below, the next of the line may have to be called.
+        # Even if this fails, the next place in line may have to be called.
         try:
             if place.add is None:
                 return self._served(place)

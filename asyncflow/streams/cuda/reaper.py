@@ -83,7 +83,7 @@ class Ticket:
     def finish(self) -> None:
         """Drop the held references, then call `deliver`; on the event loop."""
         deliver = self.deliver
-        self.drop()  # first, so that an account which `deliver` reads is right
+        self.drop()  # first, so that `deliver` reads correct memory accounts
         if deliver is not None:
             deliver(self.error)
 
@@ -218,7 +218,7 @@ class Reaper(Lifecycle):
         self._mailbox_of(loop)
         if not work.is_due:
             work.is_due = True
-            loop.call_soon(self.flush)  # an event for each object would cost more than most launches
+            loop.call_soon(self.flush)  # batched: an event for each object would cost more than most launches
         work.held.extend(holds)
 
     def keep(self, holds: tuple[object, ...]) -> None:
@@ -300,7 +300,7 @@ class Reaper(Lifecycle):
         """Refuse further tickets; the thread ends after the tickets already given and all other work. Idempotent."""
         if self.stopped:
             return
-        self.flush()  # a stopped reaper takes no ticket, and these objects need one
+        self.flush()  # these objects need a ticket, and a stopped reaper takes none
         self.rest()
         self.stopped = True
         if self._thread is None:
@@ -349,7 +349,7 @@ class Reaper(Lifecycle):
         """Return True if a ticket without a written flag is done as well, or never will be; note the error then."""
         event = ticket.event
         if self.lost is None and event is not None and event.flag is None:
-            self._is_done(event)  # it was recorded for others, and is asked for one by one
+            self._is_done(event)  # such an event was recorded for another purpose, and is queried by itself
             if event.seen_done:
                 return True
         ticket.error = self.lost
@@ -407,7 +407,7 @@ class Reaper(Lifecycle):
             return None
         try:
             return self.record(for_ticket=True)
-        except Exception as exc:  # `lose` has it, and the tickets get it
+        except Exception as exc:  # `lose` has stored the error for the tickets
             exc.with_traceback(None)
             return None
 
@@ -465,7 +465,7 @@ class Reaper(Lifecycle):
 
     def _reap(self, ticket: Ticket) -> Ticket | None:
         """Sleep until `ticket` is done, post it with all further tickets that are done, and return the next ticket."""
-        event = ticket.event  # the loop may drop it meanwhile
+        event = ticket.event  # kept here, as the loop may drop it meanwhile
         if event is not None:
             self._block(event)
         batch = [self._ended(ticket)]
@@ -503,9 +503,9 @@ class Reaper(Lifecycle):
             return True
 
     def _lose(self, error: BaseException) -> None:
-        # Both threads may find an error. Whichever is stored first counts: what follows is the same failure.
+        # Both threads may find an error. The first one stored counts, as later ones have the same cause.
         if self.lost is None:
-            # Its frames refer to events and tickets; and many will raise it, each adding frames.
+            # Its frames refer to events and tickets, and each of many raises would add frames.
             self.lost = error.with_traceback(None)
 
 

@@ -178,7 +178,7 @@ class CudaStream:
     def is_idle(self) -> bool:
         """True if all work given so far is known to be done, and nothing is held for it."""
         work = self.work
-        # Objects may be held for work of other streams, which this one has not waited for.
+        # Held objects may be in use by other streams, whose work this one has not waited for.
         return work.given == work.passed and not (work.held or self._reaper.in_flight)
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
@@ -224,10 +224,10 @@ class CudaStream:
         self._reaper.refuse_if_closed()
         lost = event.stream._reaper.lost
         if lost is not None:
-            raise lost.with_traceback(None)  # that device is lost, and this one need not be
+            raise lost.with_traceback(None)  # only the event's device is lost, perhaps not this one
         if event.stream is not self and not event.seen_done:
             self._reaper.follow(event.point)
-            # Points inside a launch have no number: work of that launch comes after them.
+            # Points inside a launch have no number, as work of that launch follows them.
             if event.given:
                 self.work.follow(event.stream.work, event.given)
 
@@ -290,7 +290,7 @@ class CudaStream:
         """
         reaper = self._reaper
         reaper.refuse_if_closed()
-        point = reaper.record(for_ticket=True)  # first: if it raises, no ticket was given
+        point = reaper.record(for_ticket=True)  # first, as it may raise: then no ticket exists
         reaper.give(Ticket(deliver, holds, point, self.work.given))
         return CudaEvent(self, point, self._failed)
 
@@ -327,7 +327,7 @@ class CudaStream:
             CUDARuntimeError: the device failed.
         """
         self._reaper.flush_launched()
-        # A copy: between two steps the caller may free memory, whose finalizers give tickets.
+        # Iterate over a copy: between two steps the caller may free memory, whose finalizers give tickets.
         for ticket in [*self._reaper.in_flight]:
             if ticket.holds and ticket.event is not None:
                 ticket.holds = self._still_held(ticket.holds, ticket.event, heirs)
@@ -354,7 +354,7 @@ class CudaStream:
     async def reach(self, event: CudaEvent) -> None:
         """Return when the work before `event` is done."""
         reaper = self._reaper
-        if reaper.stopped:  # the thread's last act is to see all work done
+        if reaper.stopped:  # the thread ends only once all work is done
             reaper.refuse_if_forked()
             await reaper.ended.wait()
             if reaper.lost is not None:

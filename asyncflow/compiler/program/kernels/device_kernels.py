@@ -64,8 +64,8 @@ def call_kernel(node: Node, kernel: DeviceKernel, *, on_card: bool) -> None:
     is_users = own.conduct.is_user
     attrs: Attrs = node.attrs["arguments"] if by_row else node.attrs
     arguments: Attrs = attrs["arguments"] if is_users else attrs
-    # Again at each node, as only a call tells which of its static arguments have defaults.
-    # In front of rows stand their numbers, which no kernel gets.
+    # Checked at each node, as only a call shows which static arguments have defaults. Row numbers, the first input of
+    # rows, are not passed to kernels.
     if (why := _why_not_called(kernel, [None] * (len(node.inputs) - by_row), list(arguments))) is not None:
         raise GraphError(f"the kernel of {own.name} for {kernel.kind!r}, {why}\n  built at {node.location}")
     outputs: Outputs = None
@@ -87,12 +87,12 @@ def _op_calling(kernel: DeviceKernel, own: Op, outputs: Outputs, on_card: bool) 
     calls = _KernelCalls(kernel.function, False, own.name, registered=kernel)
     is_of_rows = own.rows_kernel is not None and own.conduct.is_user
     make: Callable[..., Kernel] = calls.one_row_kernel if is_of_rows else calls.kernel
-    if outputs is not None:  # the attributes of one of the library's ops are the arguments
+    if outputs is not None:  # the library's ops pass their attributes as arguments
 
         def make(xp: Namespace, **attrs: object) -> Kernel:
             return calls.kernel(xp, outputs=outputs, arguments=attrs)
 
-    # If it only launches, the compiler takes it for one of the library's: it joins regions and CUDA graphs.
+    # A kernel that only launches counts as one of the library's: it joins regions and CUDA graphs.
     launches = kernel.graph_safe and on_card
     return replace(
         own,
@@ -102,7 +102,7 @@ def _op_calling(kernel: DeviceKernel, own: Op, outputs: Outputs, on_card: bool) 
         conduct=Conduct() if launches else replace(own.conduct, is_user=True),
         takes_any_arrays=True,
         runs_on_host=False,
-        # Rules of rows were applied before, and fusion would go round the kernel.
+        # Rules of rows were applied earlier, and fusion would bypass the kernel.
         rows=None,
         cuda=None,
         is_composite=False,
@@ -144,7 +144,7 @@ class _KernelCalls(Calls):
             named = {**arguments, "stream": arrays.stream()} if takes_stream else arguments
             given = [arrays.given(value) for value in values]
             try:
-                # Unnamed, as `given_up` counts references: a copy is made of what the function still holds.
+                # No variable for the result: `given_up` counts references, and copies arrays that are still held.
                 return arrays.finished(check(arrays.taken(given_up(function(*given, **named), arrays.kind))))
             except Exception as error:
                 error.add_note(f"in the kernel of {kernel.op} for {kernel.kind!r}: {kernel}")
@@ -188,7 +188,7 @@ class _CardArrays(_HostArrays):
 
     def given(self, value: Value) -> Value:
         """Return an input as an array of the card: a number of the host is filled in by a kernel."""
-        # Always an array: a kernel of CUDA C++ cannot tell a number from the address of one.
+        # Always an array: a CUDA C++ kernel cannot tell a number from its address.
         return value if isinstance(value, self.kind) else self._xp.asarray(value)
 
     def taken(self, found: Nest) -> Nest:
@@ -215,7 +215,7 @@ class _CardArrays(_HostArrays):
         """Return the interface of an array, for which the current stream waits: CuPy would block for its stream."""
         cuda, found = self._xp.cuda, dict(value.__cuda_array_interface__)
         stream, current = found.pop("stream", None), cuda.get_current_stream()
-        # A library that works on the stream it was given names that stream, and nothing has to wait.
+        # A library that worked on the current stream names it, and no wait is needed.
         if stream not in (None, current.ptr):
             event = cuda.Event(disable_timing=True)
             cuda.runtime.eventRecord(event.ptr, stream)
@@ -367,7 +367,7 @@ def _register(
     _check(made, op, found)
     table[kind] = made
     if kind == "cuda" and isinstance(op, CustomOp):
-        # A simulated card has the kernels of a card, which compute the same as the function for NumPy.
+        # A simulated card computes such a kernel by the NumPy function, which gives the same.
         table.setdefault("sim", replace(made, kind="sim", function=op.function))
 
 
@@ -416,7 +416,7 @@ def _why_none(op: Op) -> str | None:
         return "draws random numbers by the session's seed"
     if op.effects is not None or op.conduct.is_async:
         return "touches state, or waits"
-    # Passes know what these do with memory, and a function might do something else.
+    # Passes rely on how these ops use memory, and a kernel might use it differently.
     if op.traits.memory not in (Memory.NEW, Memory.ANY):
         return "looks into the memory of its input"
     if not op.infer.__module__.startswith("asyncflow.ops.") or op in BY_ROW_OPS:
@@ -450,8 +450,8 @@ def _check(kernel: DeviceKernel, asked: object, op: Op) -> None:
     plain = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = own.parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return  # the first call tells
-    # An optional parameter that is not by name alone may be an input or a static argument.
+        return  # checked at the first call
+    # An optional parameter that is not keyword-only may be an input or a static argument.
     inputs = [p for p in parameters if p.kind in plain and (p.default is p.empty or not isinstance(asked, CustomOp))]
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if (why := _why_not_called(kernel, inputs, named)) is not None:

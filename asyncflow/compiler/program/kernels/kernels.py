@@ -105,7 +105,7 @@ def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: b
     """
     attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
     if xp is not np and node.op in (FLOOR_DIVIDE, REMAINDER) and node.outputs[0].dtype.kind not in "biu":
-        # CuPy's ufuncs answer otherwise than NumPy's: to them 1.0 // 0.2 is 5, not 4.
+        # CuPy's ufuncs differ from NumPy's: their 1.0 // 0.2 is 5, not 4.
         kernel = alone(node, xp)
     else:
         kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
@@ -173,7 +173,7 @@ def bind_launch(
         in_region=in_region,
         launch=launch_of(node),
         kernels=kernel_count(node, found),
-        recipe=None if is_checked else _recipe(node),  # a kernel made elsewhere would not check
+        recipe=None if is_checked else _recipe(node),  # kernels remade from a recipe elsewhere would not check
         flops=partial(kernel_flops, node),
         infer=partial(kernel_specs, node),
     )
@@ -206,7 +206,7 @@ def bind_member(
     Where the arrays of a device are NumPy's, as a simulated one's are, they have to be told apart from the host's: such
     a region is made of device values, and its kernels launch themselves.
     """
-    if device.xp is np:  # only launchers look at their types, which tell them apart
+    if device.xp is np:  # only launchers inspect types, which tell device arrays from host arrays
         return bind_launch(node, bare, device, stream, on_host, in_region=True)
     if node.op is CONSTANT and not node.control_inputs:
         value = bare(np)()
@@ -234,7 +234,7 @@ def bind_member(
 def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
     """`kernel`, computed by NumPy, with scalars for arrays of rank 0: other array libraries refuse NumPy's arrays."""
     if kernel is node.op.scalar_kernel or isinstance(kernel, np.ufunc):
-        return kernel  # these give scalars by themselves
+        return kernel  # these return scalars already
     if node.single:
         return lambda *inputs: as_scalar(kernel(*inputs))
     return lambda *inputs: tuple([as_scalar(value) for value in kernel(*inputs)])
@@ -262,7 +262,7 @@ def _of_numbers(kernel: Kernel, operands: Sequence[int], xp: Namespace) -> Kerne
             values = list(inputs)
             for index in operands:
                 if isinstance(values[index], np.generic):
-                    values[index] = xp.full((), values[index])  # without a copy, as a CUDA graph could not hold one
+                    values[index] = xp.full((), values[index])  # by a fill: a CUDA graph cannot copy from the host
             result = kernel(*values)
         return result
 
@@ -290,14 +290,14 @@ def _recipe(node: Node) -> KernelRecipe | None:
 def _keeps_arrays(node: Node) -> bool:
     if node.op.conduct.is_user or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)):
         return True
-    # A check writes to itself alone, so that it is not left out.
+    # A check writes only to itself, so that it is not pruned.
     return node.op.effects is not None and any(resource is not node for resource, _ in node.op.effects(node))
 
 
 def kernel_flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
     """Return the operations of one firing of a node on values of these shapes."""
     flops = flops_of(node, inputs, outputs)
-    # Without a rule, an operation for each element: kernels of a simulated device take time by these.
+    # Without a rule, count one operation per element: simulated kernels take their time from this.
     return float(sum(size_of(shape) or 0 for shape in outputs)) if flops is None else flops
 
 
@@ -352,7 +352,7 @@ def _casting(node: Node, kernel: Kernel) -> Kernel:
 
 def _followed_by(kernel: Kernel, check: Callable[[Value], Value]) -> Kernel:
     """A kernel whose results are checked."""
-    if isinstance(kernel, PausingKernel):  # a wrapped kernel could not stop between rows any more
+    if isinstance(kernel, PausingKernel):  # a wrapped kernel could not pause between rows
         return kernel.followed_by(check)
     return lambda *inputs: check(kernel(*inputs))
 
@@ -368,7 +368,7 @@ def _output_check(node: Node, xp: Namespace) -> Callable[[Value], Value]:
         for index, (value, spec) in enumerate(zip(values, expected, strict=True)):
             if spec.dtype == VARIANT or isinstance(value, str):
                 continue
-            # In a region, a number that was fed from a card's memory comes to kernels of the host as it is there.
+            # In a region, a number fed from a card's memory reaches kernels of the host unconverted.
             if not (isinstance(value, arrays) or hasattr(value, "__cuda_array_interface__")):
                 raise TypeError(f"output {index} is {a_kind(type(value))}, not an array; declared {spec}")
             if value.dtype != spec.dtype or not is_compatible(value.shape, spec.shape):
@@ -380,7 +380,7 @@ def _output_check(node: Node, xp: Namespace) -> Callable[[Value], Value]:
 
 def _number_check(node: Node) -> Callable[[Value], Value]:
     def checked(result: Any) -> Value:
-        # One pass over good values; NaN and infinity are only told apart for the message.
+        # One pass over good values; only the message needs to distinguish NaN and infinity.
         for index, value in enumerate((result,) if node.single else result):
             if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():
                 nans, infinite = int(np.isnan(value).sum()), int(np.isinf(value).sum())

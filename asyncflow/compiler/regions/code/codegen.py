@@ -312,8 +312,7 @@ class RegionGenerator(Source):
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
-            # A resumed thread waits by itself. Where steps only launch, other work may have resumed this function too
-            # early.
+            # A resumed thread waits by itself. Where steps only launch, other work may have resumed it too early.
             again = "while" if self.enqueues else "if"
             waited = ", ".join(map(self.value, waits))
             self.line(block, f"{again} not swapping.is_at_rest and swapping.must_wait({waited}):")
@@ -552,8 +551,7 @@ class RegionGenerator(Source):
             self.put_line([*nodes, *for_next], body.results, block, carried, (len(nodes), end))
         for variable, result in zip(variables, body.results, strict=True):
             if block.buffers is not None and result in block.buffers.slots and result in carried:
-                # The variable's old value is dead and its memory can be reused, but the initial value belongs to the
-                # caller.
+                # The variable's old value is dead, so reuse its memory, unless it is the caller's initial value.
                 slot, (_, counter) = block.buffers.slots[result], block.loops[-1]
                 self.line(block, f"{slot} = {variable} if {counter} else None")
                 if self.held is not None:

@@ -220,7 +220,7 @@ class HeldBytes:
         """Return the places where a function of these inputs tells its account, in the order of lines."""
         self._begin(inputs, 0)
         self._play(self._notes)
-        if self._fullest:  # now it is known where to stand still
+        if self._fullest:  # replay, now that the fullest line is known
             self._begin(inputs, self._fullest)
             self._play(self._notes)
         return sorted((each for each in self._found.values() if not each.is_empty), key=lambda each: each.line)
@@ -229,7 +229,7 @@ class HeldBytes:
         self._inputs = inputs
         self._names: dict[str, _Buffer] = {}
         self._unsure: set[str] = set()  # names that may be unbound, or None
-        self._assigned: set[str] = set()  # in the innermost loop
+        self._assigned: set[str] = set()  # names assigned in the innermost loop
         self._open: dict[_Buffer, None] = {}
         self._stores: dict[_Buffer, None] = {}
         self._held = 0.0
@@ -237,7 +237,7 @@ class HeldBytes:
         self._fullest, self._capture = 0, capture
         self._loops = 0
         self._is_second = self._has_grown = self._has_shrunk = False
-        # Of the outermost loop: its counter, the line where an iteration ends, and if that was not the first.
+        # Of the outermost loop: its counter, the line where an iteration ends, and whether this is a later iteration.
         self._counter, self._end, self._is_later = "", 0, False
         self._found: dict[tuple[int, str], HeldPlace] = {}
         self._early: dict[tuple[int, str], HeldPlace] = {}
@@ -253,7 +253,7 @@ class HeldBytes:
         store = next((each for each in given if each is not None and each.is_store), None)
         if node.op is ASSIGN:
             self._keep(given[0])
-        elif node.op in VARIABLE_WRITES:  # the old value is there until the new one is
+        elif node.op in VARIABLE_WRITES:  # the old value lives until the new one exists
             self._grow(_new_buffer(node.outputs[0].spec).nbytes, goes=True)
         elif store is not None and any(x.dtype == VARIANT for x in node.outputs):
             self._write(node, store, given)
@@ -287,18 +287,18 @@ class HeldBytes:
         if slot is not None and (found := self._names.get(slot)) is not None:
             return found
         buffer = _new_buffer(output.spec)
-        if buffer.spec is not None and node.op is CONCAT:  # else it would seem to be no larger than each of its parts
+        if buffer.spec is not None and node.op is CONCAT:  # else the estimate would be no larger than one part
             parts = [_NOTHING if each is None else each.nbytes for each in given]
             buffer.nbytes = _Bytes(open=max(buffer.nbytes.open, sum(map(sum, parts))))
         made = tensor_array.array_node(node.inputs[0]) if node.op is tensor_array.STACK else None
         if is_read:
             if store is None or store.others != "own" or not node.attrs.get("is_last"):
                 return None
-            store.nbytes = store.nbytes.less(buffer.nbytes)  # the same memory, which the store lets go of
+            store.nbytes = store.nbytes.less(buffer.nbytes)  # the store gives up the same memory
         elif made is None or made.attrs["dynamic_size"]:
-            # A copy of elements that the array lets go of then.
+            # A copy of the elements, which the array then drops.
             self._grow(buffer.nbytes, goes=made is not None and made.attrs["clear_after_read"])
-        elif not made.attrs["clear_after_read"]:  # else it takes over the array's memory
+        elif not made.attrs["clear_after_read"]:  # else the result takes over the array's memory
             return None
         return buffer
 
@@ -320,7 +320,7 @@ class HeldBytes:
                 store.nbytes = store.nbytes.plus(value.nbytes)
         elif node.op is tensor_array.WRITE:
             made = tensor_array.array_node(node.inputs[0])
-            if made is not None and made.attrs["dynamic_size"]:  # else it is copied into the array's block
+            if made is not None and made.attrs["dynamic_size"]:  # else the value is copied into the array's block
                 self._keep(given[2])
         elif node.op in _KEEPING:
             for each in given:
@@ -429,7 +429,7 @@ class HeldBytes:
         self._assigned |= outside
         for name, buffer in other.items():
             made = self._names.get(name)
-            if made is None and buffer is not None:  # the other branch has made it
+            if made is None and buffer is not None:  # made by the other branch only
                 self._give(name, buffer)
             if made is not buffer and (made is None or buffer is None or buffer.names):
                 for each in (made, buffer):
@@ -444,7 +444,7 @@ class HeldBytes:
         if self._loops and not self._is_later:
             self._early[line, why] = told
         elif self._loops:
-            # Where an iteration ends, it has been counted.
+            # At its end line, the counter already includes the iteration.
             is_later = f"{self._counter} > 1" if line == self._end else self._counter
             told = told.after(self._early[line, why], is_later)
         self._found[line, why] = told

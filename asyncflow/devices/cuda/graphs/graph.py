@@ -322,8 +322,7 @@ class RegionGraph:
         ndarray = cupy.ndarray
         self._cupy = cupy
         self._raw = raw
-        # Buffers also keep their blocks alive, but a region may have none, and the graph has addresses of temporaries
-        # as well.
+        # Buffers also keep their blocks alive, but a region may have none, and the graph has addresses of temporaries.
         self._memory = memory
         self._code = code
         self._graph = graph
@@ -527,8 +526,7 @@ class CapturedRegion:
             place = None
             if graphs.has_graph(key):
                 place = variables.choose()
-                # None if both buffers of a variable are in use: waiting for one would delay a run that can launch
-                # without a graph.
+                # None if both buffers of a variable are in use: do not delay a run that can launch without a graph.
                 if place is None:
                     return None
                 graph = graphs.find(key, place)
@@ -546,8 +544,7 @@ class CapturedRegion:
                 return None
             with graphs.capturing(key, place) as keep:
                 keep((yield from self._captured(inputs, place)))
-            # Meanwhile other runs may have changed the variables, even their shapes: no graph may exist for the new
-            # shapes.
+            # Meanwhile other runs may have changed the variables, even to shapes for which no graph exists.
             has_captured = True
         return None
 

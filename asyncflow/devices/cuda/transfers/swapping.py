@@ -148,7 +148,7 @@ class CudaSwapping(Swapping):
             self._passage.enter(nbytes, partial(self._passage.with_room, nbytes, partial(self._leave, handle, nbytes)))
 
     def _leave(self, handle: SavedHandle, passing: int, buffer: PinnedBuffer | None) -> None:
-        # Some may have been dropped since, whose room stays empty.
+        # Values dropped meanwhile leave their room in the buffer empty.
         held = [] if buffer is None or handle.state is not SavedState.LEAVING else handle.held
         if buffer is not None and held:
             there = _OnHost(buffer, buffer.nbytes)
@@ -167,7 +167,8 @@ class CudaSwapping(Swapping):
     def _is_out(
         self, handle: SavedHandle, there: _OnHost, passing: int, started_ns: int, error: BaseException | None
     ) -> None:
-        # Else it counts as away already. Nothing refers to the flight: its memory is to be free when others are told.
+        # If not in flight, it counts as away already. Keep no reference to the flight: its memory must be free before
+        # callers are told.
         is_leaving = self._flights.pop(handle, None) is not None
         taken_ns = self._taken_ns(started_ns)
         if is_leaving and error is not None:
@@ -299,7 +300,7 @@ class CudaSwapping(Swapping):
             try:
                 self._start(self.moves.wanted(handle, self.now_ns(), entry.rank), handle)
             except MemoryLimitExceeded as error:
-                handle.error = copy(error)  # without what led here
+                handle.error = copy(error)  # without traceback and context
             if handle.state is not SavedState.COMING or handle.is_here:
                 return False
             self._absent.add(handle)
@@ -332,8 +333,7 @@ class CudaSwapping(Swapping):
         if run is None and self._absent:
             return False
         with self._locked():
-            # The oldest first, as their copies end first; and no more than needed, since a leaving value may still be
-            # read here.
+            # The oldest first, as their copies end first; no more than needed, as leaving values may still be read.
             for handle in [*self._flights]:
                 if self.gate.may_go_on(run):
                     return True
@@ -365,7 +365,7 @@ class CudaSwapping(Swapping):
         # Before other values that may move: each of them costs two copies, but held memory costs one event.
         if (missing := nbytes - before + account.used) > 0:
             self._device.hand_over(missing)
-            # A graph can be made again, which costs less than two copies of a value in each run.
+            # Capturing a graph again costs less than two copies of a value in each run.
             if free_graphs(self._device.pool.graphs, lambda: account.has_room(nbytes)):
                 return True
         while (missing := nbytes - before + account.used) > 0:
@@ -373,14 +373,14 @@ class CudaSwapping(Swapping):
             for handle in going:
                 self.send(handle)
             left = [self._leave_early(handle) for handle in going if handle in self._flights]
-            if not any(left):  # there is no pinned memory for them yet
+            if not any(left):  # no pinned memory for them yet
                 break
         return account.used < before
 
     def _leave_early(self, handle: SavedHandle) -> bool:
         """Return True if the memory of a value that leaves, or is GONE, may be used again before its copy has ended."""
         flight = self._flights[handle]
-        if handle.state is SavedState.KEPT:  # it was wanted meanwhile: its memory is in use
+        if handle.state is SavedState.KEPT:  # a reader wanted it meanwhile: its memory is in use
             return False
         for home in {landing.home for landing in flight.landings}:
             home.wait(flight.ended)

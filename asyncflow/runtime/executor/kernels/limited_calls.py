@@ -234,8 +234,8 @@ class LimitedFunction(LinedState):
             RuntimeError: that would never be.
         """
         if self._has_turn and (coming := part.coming_back()) is not None:
-            await coming  # it may have stepped aside before it is tried again
-        if self._has_turn:  # asked again: a call may have come while the run waited for its place
+            await coming  # the run may have stepped aside before this retry
+        if self._has_turn:  # checked again: another call may have started while the run waited for its slot
             self._begin()
             return
         with waiting(self, within if part.deadline_s == inf else ()):
@@ -335,7 +335,7 @@ class LimitedFunction(LinedState):
             _chain(errors)
             raise
         finally:
-            errors.clear()  # their tracebacks lead to this frame, and that would be a cycle
+            errors.clear()  # their tracebacks refer to this frame: avoid a cycle
 
     def _refuse_to_wait_for_itself(self, within: Sequence[BegunAttempt]) -> None:
         """Raise if every slot is taken by attempts that this call, which has no deadline, is part of.
@@ -390,9 +390,9 @@ class LimitedFunction(LinedState):
             if not scope.expired():
                 raise  # the function's own
         finally:
-            del scope  # it has the task, whose error leads to this frame: that would be a cycle
+            del scope  # it refers to the task, whose error refers to this frame: avoid a cycle
             self._ended(begun)
-        # Outside of `except`: the error of the scope, which would be the context of this one, leads to the task, too.
+        # Outside `except`: otherwise the scope's error, which also refers to the task, would be this error's context.
         raise self._timed_out(limits, "")
 
     async def _beside(
@@ -422,12 +422,12 @@ class LimitedFunction(LinedState):
                 raise
             self._leave(begun)
         except RuntimeError:
-            self._ended(begun)  # no thread could be started, or the function raised it and has returned
+            self._ended(begun)  # no thread could start, or the function itself raised it
             raise
         except asyncio.CancelledError:
             self._leave(begun)
             if limits.timeout is None:
-                # Nothing of a run is left when it ends, unless its function may take only so long.
+                # A run waits for its function before it ends, unless the function has a timeout.
                 with loop.outside_work() if is_virtual(loop) else nullcontext():
                     await returned.wait()
             raise
@@ -489,7 +489,7 @@ def _chain(errors: Iterable[Exception]) -> None:
     """Let the traceback of each error go on with the traceback of the attempt before."""
     for earlier, later in pairwise({id(error): error for error in errors}.values()):
         inner: BaseException = later
-        seen = {id(earlier)}  # a function may raise one error twice, or chain an earlier one by itself: no circle
+        seen = {id(earlier)}  # avoid a circle: a function may raise one error twice, or chain an earlier one
         while id(inner) not in seen:
             seen.add(id(inner))
             further = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)

@@ -70,8 +70,7 @@ def as_kernel_error(
         error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
         return error
     described = _described(inputs)
-    # Show our own errors by their message alone; show another run's `KernelError`, and errors of other code, with their
-    # kind.
+    # Show our own errors by message alone; another run's `KernelError`, and errors of other code, with their kind.
     is_ours = isinstance(error, AsyncflowError | TooManyIterations | MemoryLimitExceeded)
     reason = str(error) if is_ours and not isinstance(error, KernelError) else told(error)
     if body is not None:
