@@ -155,7 +155,7 @@ def gradients(
         sources = [leaf if isinstance(leaf, Variable) else _tensor(graph, leaf, "xs") for leaf in x_leaves]
         stopped = [_tensor(graph, leaf, "stop_gradients") for leaf in nest.flatten(stop_gradients)[0]]
         found = _Gradients(graph, targets, sources, stopped).find(_given(y_structure, grad_ys))
-        # None for such an x would be right, and hide that training through a queue trains nothing.
+        # None would be correct for such an x, but would hide that training through a queue has no effect.
         if unconnected == "none":
             unreached = [x for x, grad in zip(sources, found, strict=True) if grad is None and isinstance(x, Tensor)]
             _refuse_queues(graph, targets, unreached)
@@ -168,7 +168,7 @@ def _refuse_queues(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> 
     """Refuse gradients from a queue's output to its input, which would be None without a word."""
     puts = [node for node in graph.nodes if node.op in PUTS] if xs else []
     if not puts:
-        return  # almost all programs: the walks below cost as much as a sweep
+        return  # the usual case: the walks below cost as much as a sweep
     reached = Dependencies({}).of(graph.nodes, dict.fromkeys(xs, 1))
     filled = {put.attrs["queue"].effect_key: put for put in puts if any(x in reached for x in put.inputs)}
     for inner in deep(nodes_behind(graph, ys)):

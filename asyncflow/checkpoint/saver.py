@@ -91,7 +91,7 @@ class Saver(Resource):
         """
         session = self._attached()
         number = None if step is None else _whole(step, "step", 0)
-        await self._written()  # which is the step before
+        await self._written()  # waits for the previous step
         path = await session.write(self.path, await session.cut(), number, self.keep)
         self._note(max(step_of(path), self.step))
         return path
@@ -182,7 +182,7 @@ class Saver(Resource):
         session = self._attached()
         if not self._is_due(step):
             return False
-        await self._written()  # a disk that is slower than training holds it back: cuts would pile up in memory
+        await self._written()  # a disk slower than training delays it: otherwise cuts would pile up in memory
         try:
             async with asyncio.timeout(PATIENCE_S):
                 cut = await session.cut(in_order=in_order)
@@ -227,13 +227,13 @@ class Saver(Resource):
             except TimeoutError:
                 self._say(CheckpointError(_no_moment(None)))
                 continue
-            self._note(self.step)  # the time of the cut, not of its end: the period is that of the states
+            self._note(self.step)  # the time of the cut, not of the end of writing
             await self._write(session, cut, None, None)
 
     def _say(self, error: AsyncflowError) -> None:
         """Note and warn of a step that was not published: training goes on."""
         self.error = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
-        with contextlib.suppress(UserWarning):  # where warnings are errors, it is said by `error` alone
+        with contextlib.suppress(UserWarning):  # if warnings are errors, only `error` reports it
             warnings.warn_explicit(
                 f"a checkpoint was not published: {error}", UserWarning, self._location.file, self._location.line
             )

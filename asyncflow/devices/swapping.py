@@ -118,7 +118,7 @@ class Swapping(Mover):
         if known is not None and known.value.holders:
             return SavedEntry(known.value, view, self.moves.again(known.value, label))
         if known is not None and known.value.handle.has_moved:
-            return value  # it was read, and is saved again by the loop that reads it
+            return value  # it came back, and the loop that reads it saves it again
         nbytes: int = getattr(value, "nbytes", 0)
         saved = self.moves.joined(run, nbytes, label) if moves == "always" else None
         if saved is None:
@@ -164,7 +164,7 @@ class Swapping(Mover):
         """
         value = entry.value
         if is_last and value.is_inner and value.handle.state is SavedState.KEPT:
-            # It stays where it is. With the handle's last value, which is none of these, the lock is taken for all.
+            # The value stays in place. The handle's last value, which does not come here, takes the lock for all.
             here, start = value.here, value.start
             self._released.append(entry)
             return entry.view(here, start)
@@ -177,10 +177,10 @@ class Swapping(Mover):
                 while self.waits and handle.state is SavedState.COMING and handle.error is None:
                     self._wait()
                 if handle.error is not None:
-                    raise copy(handle.error)  # its traceback will lead to the store, and so to the handle: no cycle
+                    raise copy(handle.error)  # a copy: its traceback refers to the store, and so to the handle, a cycle
                 buffer, start = value.here, value.start if handle.is_block else 0
             finally:
-                if is_last:  # the store has let go of it already
+                if is_last:  # the store has dropped it already
                     self._drop(value)
                 self._tell()
         if self._released:
@@ -298,7 +298,7 @@ class Swapping(Mover):
         """
         if run is None and not self.is_held_up:
             return False
-        with self._locked():  # which looks whether that is still so
+        with self._locked():  # `pause` checks again whether it must wait
             self.gate.pause(resume, loop, run)
         return True
 

@@ -76,17 +76,17 @@ class _Blocks:
     def __iter__(self) -> Iterator[tuple[slice, slice, slice, Array]]:
         """Yield items, queries, keys, and the probabilities of these keys, in float32 at least."""
         items, each = self.parts[0].shape[:2]
-        # Rows of scores of one item: whole items if several fit into a block, else some queries of one of them.
+        # A block has whole items if several fit, else some queries of one item.
         row = max(1, each * self.keys * max(4, self.parts[0].dtype.itemsize))
         rows = max(1, min(self.length, BLOCK_BYTES // row))
         count = max(1, BLOCK_BYTES // (row * max(1, self.length))) if rows == self.length else 1
         for first in range(0, items, count):
             some = slice(first, min(items, first + count))
-            # To look at lengths on a card is to wait: there all keys are computed, and masked.
+            # Reading lengths on a card would wait, so there all keys are computed, and masked.
             end = self.keys if self.lengths is None or self.xp is not np else int(self.lengths[some].max(initial=0))
             for begin in range(0, self.length, rows):
                 queries = slice(begin, min(self.length, begin + rows))
-                # Of causal scores half are never computed.
+                # Half of the causal scores are never computed.
                 seen = slice(0, min(self.keys, end, queries.stop if self.causal else end))
                 yield some, queries, seen, self._probabilities(some, queries, seen)
 
@@ -102,7 +102,7 @@ class _Blocks:
         xp = self.xp
         q = self.of(0, items, queries)
         scores = xp.matmul(q * q.dtype.type(self.scale), self.of(1, items, seen).swapaxes(-1, -2))
-        # The least number of the dtype would do as well, but a query without keys could not be told from others then.
+        # The dtype's least number would mask as well, but would hide queries without keys.
         keys, unseen = xp.arange(seen.stop), scores.dtype.type(-np.inf)
         # The first query of a block sees the keys up to its own number, so there may be nothing to leave out.
         # The scores are this block's own, and are changed in place: they are the largest values there are.
@@ -116,7 +116,7 @@ class _Blocks:
                 xp.copyto(scores, unseen, where=~mask)
             else:
                 scores += mask
-        if not seen.stop:  # of nothing there is no `max`
+        if not seen.stop:  # an empty axis has no `max`
             return scores
         peak = scores.max(axis=-1, keepdims=True)
         # To look costs nothing on the host. A query that sees no key, which gets zeros, has no finite peak.
@@ -204,7 +204,7 @@ ATTENTION_GRADIENT = define(
 
 @derivative(ATTENTION)
 def _attention(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    # A float mask is as large as all scores may be, so they may be held for its gradient, if it is asked for.
+    # A float mask may be as large as all scores, so its gradient, if requested, may hold all of them.
     found: list[Tensor | None] = [*apply(ATTENTION_GRADIENT, grad, *node.inputs, **node.attrs)]
     found += [None] * (len(node.inputs) - 3)
     if node.attrs["masked"] and node.inputs[3].dtype != bool_:
@@ -216,7 +216,7 @@ def _attention(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(ATTENTION_GRADIENT)
 def _attention_gradient(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    # Of tensors of its own: what leads from one input to another before is no part of this derivative.
+    # Separate identities: paths between the inputs before this node do not belong to this derivative.
     inputs = [identity(x) if kind_of(x.dtype) == "f" else x for x in node.inputs]
     grad, *given = inputs
     by_inputs = gradients([_of_ops(node.attrs, *given)], given[:3], [grad])
@@ -304,7 +304,7 @@ def scaled_dot_product_attention(
         q, k, v = parts = [as_tensor(x) for x in (query, key, value)]
         _check(parts, enable_gqa)
         assert q.shape is not None
-        # With an axis of heads at least, one more axis in front is always one of examples: rows are that.
+        # With an axis of heads, any axis in front of it is an axis of examples, as rows are.
         has_heads = len(q.shape) > 2
         if not has_heads:
             q, k, v = (expand_dims(x, axis=0) for x in parts)
@@ -314,7 +314,7 @@ def scaled_dot_product_attention(
         if attn_mask is not None:
             mask = as_tensor(attn_mask)
             _check_mask(mask, q, k)
-            # All axes, as rows come in front of them.
+            # Give the mask all axes, as rows add an axis in front.
             missing = len(q.shape) - len(mask.shape or ())
             rest.append(expand_dims(mask, axis=tuple(range(missing))) if missing else mask)
         if lengths is not None:

@@ -126,7 +126,7 @@ class _Keys:
         if color_by not in ("auto", "op", "node", "iteration"):
             raise ValueError(f"color_by is 'auto', 'op', 'node' or 'iteration'; got {color_by!r}")
         if color_by == "auto":
-            # Copies of saved values always have one; what a region launches has none.
+            # Copies of saved values always have a tag; kernels launched by regions have none.
             color_by = "iteration" if any(firing.tag for firing in firings if not firing.nbytes) else "op"
         self.by_iteration = color_by == "iteration"
         if self.by_iteration:
@@ -199,10 +199,10 @@ def _shared_bar(firings: Sequence[Firing], keys: _Keys, origin: int, column: int
     times: Counter[str] = Counter()
     for firing in firings:
         times[keys.key(firing)] += firing.ended_ns - firing.started_ns
-    # A failed firing shows however short it is beside the others: it is what such a picture is opened for.
+    # Show a failed firing however short it is: users open such a picture to find it.
     key = ERRORS if ERRORS in times else max(times, key=lambda name: times[name])
     start = firings[0].started_ns
-    # A single short firing stays as short as it is, but wide enough to be seen.
+    # A single short firing keeps its length, but is wide enough to be seen.
     return Bar(start - origin, max(firings[-1].ended_ns - start, column // 2), key, "")
 
 

@@ -151,7 +151,7 @@ class Metrics:
 
     def _ticks(self, loop: asyncio.AbstractEventLoop, due_s: float | None) -> None:
         now = loop.time()
-        # A callback comes late by as long as another one, or the garbage collector, held the loop.
+        # The delay of a callback is the time for which another callback, or the garbage collector, held the loop.
         self._lag_s = 0.0 if due_s is None else max(0.0, now - due_s)
         self._tick = loop.call_later(_TICK_S, self._ticks, loop, now + _TICK_S)
 
@@ -167,7 +167,7 @@ class Metrics:
         end = (run.status, status_code(run.error))
         fetch.ended[end] = fetch.ended.get(end, 0) + 1
         fetch.duration.observe(run.ended_s - run.asked_s)
-        # A run that was refused, or left the queue, has waited to its end and has not computed.
+        # A run that was refused, or left the queue, only waited, and did not compute.
         fetch.queue.observe((run.ended_s if run.started_s is None else run.started_s) - run.asked_s)
         if run.started_s is not None:
             fetch.compute.observe(run.ended_s - run.started_s)
@@ -194,8 +194,8 @@ class Metrics:
         Raises:
             TimeoutError: the event loop has not answered in time.
         """
-        # The counts change on the event loop alone, without locks, so the loop reads them, too. On the loop's own
-        # thread, to wait for the loop would be to wait for ever.
+        # Counts change only on the event loop, without locks, so the loop also reads them. The loop's own thread must
+        # not wait for the loop: it would deadlock.
         if self._loop is None or self._thread_id == threading.get_ident():
             return self.snapshot()
         return asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(timeout_s)
@@ -240,7 +240,7 @@ class Metrics:
             "Calls of batched functions, and steps of pooled loops.",
             executions,
         )
-        # The session's own counts, since its start: functions and loops that share calls, whichever way they do.
+        # The session's counts since its start, of functions and loops that share calls in any way.
         failed: dict[str, int] = {}
         for name, counts in now.batches.items():
             label = _label_in(failed, name, self._most_labels)
@@ -254,7 +254,7 @@ class Metrics:
         yield _histogram("batch_size", "Members of a call of a batched function.", "function", sizes)
         yield _histogram("batch_duration_seconds", "Times of calls of batched functions.", "function", durations)
         yield _histogram("pool_size", "Activations in a step of a pooled loop.", "function", steps)
-        # A pool is not stepped once its last activations have ended, so nothing sets the count of rows to 0.
+        # A pool makes no step after its last activations have ended, so its own count of rows never falls to 0.
         idle = now.runs == 0
         rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
         yield Metric("asyncflow_pool_rows", "gauge", "Activations in the latest step of a pooled loop.", rows)

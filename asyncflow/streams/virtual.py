@@ -70,7 +70,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self, *, start_ns: int = 0) -> None:
         self.now_ns = start_ns
         self._now_s = start_ns / _NS_PER_S
-        # When, order of scheduling, what. Cancelled timers stay in until they reach the top or become too many.
+        # (time, order of scheduling, timer). Cancelled timers stay until they reach the top or become too many.
         self._timers: list[tuple[int, int, _Timer]] = []
         self._order = itertools.count()  # breaks ties: timers of one nanosecond run in the order of their calls
         self._cancelled = 0
@@ -161,7 +161,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         while (when_ns := self._next_ns()) is not None and when_ns <= self.now_ns:
             timer = heapq.heappop(self._timers)[2]
             timer.waiting = False
-            # Code that compares the two would find a time one ulp before the time asked for to be early.
+            # Not one ulp early: code may compare the time with the time it asked for.
             self._now_s = max(self._now_s, timer.when())
             self._add_callback(timer)  # type: ignore[attr-defined]
             any_due = True

@@ -52,7 +52,7 @@ def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
     found = []
     for path, leaf, spec in zip(function.structure.paths("initial"), leaves, function.specs, strict=True):
         if spec.dtype == bool_ and type(leaf) is int and leaf == 0:
-            leaf = False  # the number that stands for all parts of a state where nothing is given
+            leaf = False  # 0, the default for all parts of a state
         x = as_tensor(leaf) if is_symbolic(leaf) else as_tensor(leaf, spec.dtype)
         if x.dtype != spec.dtype:
             raise DTypeError(f"vertex_map: {path} is {dtype_name(x.dtype)}, and the state of {function} {spec}")
@@ -60,7 +60,7 @@ def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
             state = broadcast_to(x, spec.shape)
         except ShapeError:
             raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
-        # A tensor is not taken for 0 even if it is a constant: a run can feed another value.
+        # A constant tensor does not count as 0, as a run can feed another value.
         found.append(LiftedValue(state, has_rows=False, is_zero=not is_symbolic(leaf) and not np.any(leaf)))
     return found
 
@@ -106,7 +106,7 @@ class SlottedChildren:
         }
         for (part, children), x in traced.side_by_side.items():
             store, (width,) = self.states[part], _static(x)
-            # All slots in order, as a binary tree's cell asks for them: one take of the table as it is.
+            # For all slots in order, the usual case for binary trees, take the table unchanged.
             is_whole = self.table.shape is not None and children == tuple(range(self.table.shape[1] or 0))
             ranks = self.table if is_whole else take(self.table, list(children), axis=1)
             found[x] = reshape(store.take(ranks), (-1, width))
@@ -187,7 +187,7 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
     # The reduced function is lifted over edges: a row for each child, and the vertex's own values spread to them.
     states = [LiftedValue(x, has_rows=True) for x in children.rows()]
     given = [LiftedValue(children.spread(x.tensor), True) if x.has_rows else x for x in inputs]
-    if "keyed" in node.attrs:  # of shared work: a child's key is that of its vertex, and the child's place
+    if "keyed" in node.attrs:  # in shared work, a child's key is its vertex's key and the child's place
         place = len(inputs) - len(node.attrs["reads"]) - 1
         keys = [given[place].tensor, expand_dims(_places(children), axis=1)]
         given[place] = LiftedValue(concat(keys, axis=1), True)
@@ -216,7 +216,7 @@ def _static(x: Tensor) -> tuple[int, ...]:
 def _reduced(x: Tensor, children: AllChildren, reduce: str) -> Tensor:
     """Rows of children, reduced to one for each vertex; zeros where there are no children."""
     if reduce == "mean":
-        # In the wide dtype to the end: a sum in float16 could overflow where the mean does not.
+        # Use the wide dtype to the end: a float16 sum could overflow although the mean does not.
         count = children.starts[1:] - children.starts[:-1]
         total = _reduced(in_dtype(x, summed_in(x.dtype)), children, "sum")
         each = reshape(astype(maximum(count, 1), total.dtype), (-1, *(1,) * ((x.ndim or 1) - 1)))
@@ -256,7 +256,7 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
         if reduce == "sum":
             add_at(xp, reduced, owners, x)
             return reduced
-        # Each child in its turn among its siblings, so that no two of a turn are of one vertex.
+        # Process first children, then second ones, and so on: each turn has at most one child of a vertex.
         turns = np.arange(len(x)) - starts[np.repeat(np.arange(len(starts) - 1), np.diff(starts))]
         for turn in range(int(turns.max(initial=-1)) + 1):
             chosen = xp.asarray(np.flatnonzero(turns == turn))
@@ -340,7 +340,7 @@ def _segments(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *segments = node.inputs
     if node.op is SUM_SEGMENTS or node.attrs["reduce"] == "sum":
         return [apply(SPREAD_SEGMENTS, grad, *segments)[0], None, None]
-    # Children that tie for the largest share the gradient: the sum over them stays that of one.
+    # Children that tie for the maximum share the gradient, so that their sum is one gradient.
     is_largest = astype(equal(x, apply(SPREAD_SEGMENTS, node.outputs[0], *segments)[0]), x.dtype)
     ties = reduced_segments(is_largest, *segments, reduce="sum")
     spread = apply(SPREAD_SEGMENTS, divide(grad, maximum(ties, 1.0)), *segments)[0]

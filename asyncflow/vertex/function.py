@@ -86,7 +86,7 @@ class Vertex:
         if not 0 <= static_int(child, "v.gather(child): child") < arity:
             raise GraphError(f"{self._function} has children 0 to {arity - 1}; got v.gather({child!r})")
         gathers = self._traced.gathers
-        if child not in gathers:  # asked for again, it is the same value: gradients of both uses add up
+        if child not in gathers:  # a second call returns the same value, so that gradients of both uses add up
             gathers[child] = [self._traced.body.add_input(spec, f"child_{child}") for spec in self._function.specs]
         return self._function.structure.unflatten(gathers[child])
 
@@ -110,7 +110,7 @@ class Vertex:
         if reduce not in REDUCTIONS:
             raise GraphError(f"v.gather_all(reduce={reduce!r}): reductions are {', '.join(map(repr, REDUCTIONS))}")
         body = self._here("gather_all")
-        # A body of its own, as its rows are children: it is lifted over all children of a set, however many each has.
+        # A separate body, as its rows are children: it is lifted over all children of all vertices of a set.
         each = Subgraph(body, f"{body.label}/each")
         with each:
             child = [each.add_input(spec, "child") for spec in self._function.specs]
@@ -154,7 +154,7 @@ class Vertex:
         if name not in self._pulls:
             known = ", ".join(map(repr, self._pulls)) or "none"
             raise GraphError(f"{self._function} pulls {name!r}, and vertex_map is given {known}")
-        # An input only if it is read: rows that no vertex function reads are not put in order.
+        # Becomes an input only if it is read: rows that no vertex function reads are not reordered.
         pulls = self._traced.pulls
         if name not in pulls:
             pulls[name] = self._traced.body.add_input(self._pulls[name], f"pull_{name}")
@@ -268,7 +268,7 @@ class VertexFunction:
         if not traced.scattered:
             raise GraphError(f"{self} scatters nothing; v.scatter gives the state that parents gather")
         if any(node.op is RECOMPUTED and node.attrs["is_random"] for node in traced.body.walk()):
-            # A part of a vertex runs at another time, and with other vertices, than the parts that use its values.
+            # Parts of a vertex run at different times, and with other vertices, than the parts that use their values.
             raise GraphError(f"{self} draws random numbers inside of af.recompute; draw them in front, and pass them")
         return traced
 

@@ -118,7 +118,7 @@ def keep_copied_rule(
         captured: what the copy depends on in place of the rule's own.
     """
 
-    # In the form of a user's function, so that a copy is differentiated, and copied, as the original is.
+    # With the signature of a user's function, so that copies are differentiated and copied like the original.
     def grad_fn(*given: Tensor | None, variables: object = ()) -> Nest:
         found, of_variables = gradients(given)
         return (found, of_variables) if rule.gives_variables else found
@@ -188,14 +188,14 @@ class _Differentiable:
         return f"<custom_gradient {self._name}>"
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Nest]:
-        # As for a function: read off an instance it is bound, and `self` is no argument to differentiate.
+        # Bind like a function: `self` is not an argument to differentiate.
         return self if instance is None else _Differentiable(MethodType(self._fn, instance))
 
     def __call__(self, *xs: Nest, **arguments: object) -> Nest:
         """The results, behind a node that differentiates as the function says."""
         name = self._name
         with graph_for(*nest.flatten(xs)[0]) as graph:
-            # Values of their own: inside, no argument depends on another.
+            # Separate identities: inside, no argument depends on another.
             taken = [nest.map_leaves(identity, x) for x in xs]
             inputs, _ = nest.flatten(taken)
             first = graph.root.version
@@ -206,13 +206,13 @@ class _Differentiable:
             if not outputs:
                 raise GraphError(f"custom_gradient: {name} returned no tensors")
             captured, variables = _used(outputs, inputs, first)
-            # Behind results and arguments: the sweep meets this node first, and goes on at the arguments.
+            # Placed behind results and arguments: the sweep meets this node first, and continues at the arguments.
             passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
-            # Without reads the pair is not asked for: one grad_fn may serve functions with variables and without.
+            # Without variable reads no pair is required: one grad_fn may serve functions with variables and without.
             gives_variables = bool(variables) and _takes_variables(grad_fn)
             rule = CustomRule(name, grad_fn, structures, results, captured, variables, gives_variables)
-            # Beside the graph and not in an attribute: the text of a graph has no place for functions.
+            # Kept on the graph, not in an attribute: the text of a graph cannot contain functions.
             passed[0].node.graph.kept_for_gradients[passed[0].node] = rule
             return results.unflatten(passed)
 
@@ -261,7 +261,7 @@ def _used(
     while stack:
         tensor = stack.pop()
         node = tensor.node
-        if tensor in seen or node.op is STOP_GRADIENT:  # no gradient would flow beyond it
+        if tensor in seen or node.op is STOP_GRADIENT:  # no gradient flows past it
             continue
         seen.add(tensor)
         # Numbers of nodes only grow, so a smaller one was built before the function was called.
@@ -271,7 +271,7 @@ def _used(
             continue
         stack += node.inputs
         read += (each for each in deep([node]) if each.op is VARIABLE_READ)
-    # By their numbers, which is the order of the function's own lines; the walk above goes backwards.
+    # Sorted by number, the order of the function's lines: the walk above goes backwards.
     variables = [each.attrs["variable"] for each in sorted(read, key=lambda each: each.id)]
     found = {variable.serial: variable for variable in variables if carries_gradient(variable.spec)}
     return tuple(captured), tuple(found.values())
@@ -286,7 +286,7 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
             f"{node.name} has a gradient of its own, which is not there: the graph was read from text, in which "
             f"functions have no place\n  built at {node.location}"
         )
-    # Refused only if a gradient is asked for that would flow there: else a captured weight would forbid all others.
+    # Refuse only if a requested gradient would flow there: otherwise a captured weight would forbid all gradients.
     lost: list[Tensor | Variable] = [x for x in rule.captured if x in sweep.connected]
     if not rule.gives_variables:
         lost += [x for x in rule.variables if x.serial in sweep.variables]

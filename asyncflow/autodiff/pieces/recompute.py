@@ -160,7 +160,7 @@ def _between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], is_in: Callabl
     """
     given = set(inputs)
     found: dict[Node, None] = {}
-    # A stack of its own: a piece may be deeper than Python's recursion goes.
+    # An explicit stack: a piece may be deeper than Python's recursion limit.
     open_ = [x.node for x in outputs if x not in given and is_in(x.node)]
     while open_:
         node = open_[-1]
@@ -213,17 +213,17 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     arrived = {place: grad for place, grad in enumerate(grads) if grad is not None}
     nodes, traces = _needed_again([outputs[place] for place in arrived], inputs, whole, draws_again=key is not None)
     within = set(nodes)
-    # Where a body is lifted in parts, values of another part may stand between the piece and the values it uses.
+    # If a body is lifted in parts, values of another part may stand between the piece and its inputs.
     taken = {x for each in nodes for x in each.inputs if x.node not in within}
     used = [x for x in dict.fromkeys((*inputs, *taken)) if x in taken]
     differentiable = [x for x in used if carries_gradient(x.spec)]
     seen = {x: graph.import_tensor(x) for x in inputs if x in taken}
-    # Values of their own: two of the forward body may be one here.
+    # Separate identities: two values of the forward body may be one value here.
     seen.update((x, identity(graph.import_tensor(x))) for x in differentiable)
     late = [x for x in inputs[: node.attrs["arguments"]] if x in taken] or differentiable
     if late:
-        # Waits for the gradients, which the copy itself does not need: else it would run with the forward program, and
-        # its values be held until they are read.
+        # Wait for the gradients, which the copy does not use. Otherwise it would run with the forward program, and its
+        # values would be held until they are read.
         behind = apply(BARRIER, *(seen[x] for x in late), *arrived.values(), count=len(late))
         seen.update(zip(late, behind, strict=True))
     copy = _PieceCopy(seen, key, traces, frozenset(inputs))
@@ -260,7 +260,7 @@ def _needed_again(
         whole: the nodes behind all results of the piece.
         draws_again: the piece has a key, by which random numbers are drawn again.
     """
-    first = min((node.id for node in whole), default=0)  # older nodes are no part of the piece
+    first = min((node.id for node in whole), default=0)  # older nodes do not belong to the piece
 
     @cache
     def is_in(node: Node) -> bool:
@@ -318,7 +318,7 @@ class _PieceCopy(Copier):
             key = self.value(self.key)  # in front of what uses it
         made = super().made(node)
         if key is not None and is_piece:
-            # What draws in the piece inside is told this key here, which is an input of it: it comes from outside.
+            # The inner piece draws by this key, which is one of its inputs, as it comes from outside.
             made.inputs.insert(-1, key)
         elif key is not None:
             forget_key(made)
@@ -335,7 +335,7 @@ class _PieceCopy(Copier):
         """Give the copy of a node the user's gradient, over the copies of the values that it uses."""
         for outer in trace.body.captures:
             if outer not in self.tensors and self.target.can_use(outer.graph):
-                # Now: gradients of this one are built where the value is not at hand.
+                # Import now: gradients of this node are built where the value cannot be reached.
                 self.tensors[outer] = self.target.import_tensor(outer)
 
         def gradients(given: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
@@ -364,7 +364,7 @@ def _refuse_changed(node: Node, nodes: Iterable[Node]) -> None:
     if not reads:
         return
     for other in node.graph.root.walk():
-        # In a body, a write before the piece is also one after it: in the iteration before the gradient reads again.
+        # In a loop's body, a write before the piece also follows it, before the gradient reads: in the next iteration.
         if not (node.graph.is_subgraph or other.id > node.id) or other.op.effects is None:
             continue
         for variable, read in reads.items():

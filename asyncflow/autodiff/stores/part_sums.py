@@ -64,7 +64,7 @@ class _PartPlace:
         if ranks == {0}:
             for _, values, (row,) in parts:
                 result[row] += values
-        elif ranks == {1}:  # adding at positions costs more for each call than for each row
+        elif ranks == {1}:  # for adding at positions, a call costs more than a row
             rows = self._xp.concatenate([indices[0] for _, _, indices in parts])
             self._add(result, self._xp.concatenate([values for _, values, _ in parts]), [rows])
         else:
@@ -97,7 +97,7 @@ class _PartedValue:
         if place is None and not rest:
             return values
         is_whole = place is None
-        # A gradient that came as a whole may be a user's, or another sum's: it is not written to.
+        # Copy a whole gradient: it may belong to a user, or to another sum.
         copied = self.xp.array(values) if is_whole else self.xp.zeros(self.extents, self.wide)
         result = copied.astype(self.wide, copy=False)
         alike: dict[_PartPlace | None, list[_Part]] = {}
@@ -159,7 +159,7 @@ class PartSum(StoreVersion[_Part]):
         for _, values, _ in parts:
             size += values.size + _ENTRY
             nbytes += values.nbytes
-        # Then the sum itself is the first part of a new log. Adding up costs as much as the parts that paid for it.
+        # Then add up: the sum becomes the first part of a new log. The cost is proportional to the parts added.
         if size >= self.whole.size:
             return PartSum.of(self.whole, [*self.parts(), *parts])
         return PartSum(self.whole, self.grown(parts), self.length + len(parts), nbytes, size)
@@ -170,7 +170,7 @@ class PartSum(StoreVersion[_Part]):
 
     def total(self) -> Array:
         """Return the sum of all parts, each in its place of the whole; nothing writes to it."""
-        if self._total is None:  # two threads may both add up: to the same sum
+        if self._total is None:  # two threads may both add up, with the same result
             self._total = self.whole.added_up(self.parts())
         return self._total if self._total.dtype == self.whole.dtype else self._total.astype(self.whole.dtype)
 
@@ -190,7 +190,7 @@ def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Sh
         if total.length:
             grown: PartSum = total.with_parts(parts)
             return grown
-        # An empty store has no shape: the first part brings that of the whole.
+        # An empty store has no shape: the first part brings the whole's shape.
         extents = read(scatter.sizes_of(inputs, shape))
         dtype = inputs[0].dtype
         return PartSum.of(_PartedValue(xp, extents, dtype, summed_in(dtype), prod(extents)), parts)
@@ -207,7 +207,7 @@ def _part_kernel(xp: Namespace, *, key: Key, shape: Shape, dtype: DType) -> Kern
             index = device_index(xp, index)
         if total.length:
             return total.total()[index]
-        # Zeros of the whole are a view of one zero, and take no memory: only the part does.
+        # Zeros of the whole are a view of one zero, without memory: only the part takes memory.
         nothing = xp.broadcast_to(xp.zeros((), dtype), read(inputs[n_indices:]))[index]
         return xp.zeros(nothing.shape, dtype)
 

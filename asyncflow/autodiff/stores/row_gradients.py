@@ -93,7 +93,7 @@ class RowGradient(StoreVersion[_Added]):
     log: _RowLog
 
     def __init__(self, xp: Namespace, kind: RowKind, log: _RowLog, length: int, nbytes: int) -> None:
-        self.log, self.length, self.nbytes = log, length, nbytes  # here, as each iteration of a loop makes one
+        self.log, self.length, self.nbytes = log, length, nbytes  # without `super()`, as each iteration makes one
         self.xp = xp
         self.kind = kind
 
@@ -114,7 +114,7 @@ class RowGradient(StoreVersion[_Added]):
         """Return the sum with one more addition."""
         log, length = self.log, self.length
         if log.added < log.longest:
-            with log.lock:  # in place only for the newest version: another thread may have grown it
+            with log.lock:  # in place only for the newest version, as another thread may have grown it
                 if length == len(log):
                     log.put(entry)
                     return RowGradient(self.xp, self.kind, log, length + 1, self.nbytes + entry[2].nbytes)
@@ -151,12 +151,12 @@ class RowGradient(StoreVersion[_Added]):
         If no other version is read, the log drops the additions it has summed.
         """
         log, length, total = self.log, self.length, self.log.total
-        # The sum has additions of newer versions. It will do if all of these are for rows that are not read.
+        # The sum includes newer versions. It is valid if all newer additions are to rows that are not read.
         if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
             total, log.folded = None, 0
         rows, known = max(rows, log.longest), () if total is None else total
         if total is None or len(total) < rows:
-            # Doubled, so that a store that grows row by row is copied a few times, and not at each read.
+            # Double the size, so that a store that grows row by row is copied a few times, not at each read.
             total = self.xp.zeros((max(rows, 2 * len(known)), *self.kind.row_shape), summed_in(self.kind.dtype))
             if len(known):
                 total[: len(known)] = known

@@ -92,8 +92,8 @@ class MovingLog(StoreLog["Value"]):
         """Add one value."""
         swapping, run = self._swapping, self.source[0]
         if swapping.is_at_rest and self._moves != "always":
-            # The mover takes its own lock before a log's, when it makes logs hand over. So it is not asked for under
-            # this one: `rests` takes none.
+            # To make logs hand over, the mover takes its own lock before a log's lock. So do not take it under this
+            # one: `rests` takes none.
             with self.lock:
                 if swapping.rests(self):
                     self.append(value)
@@ -106,7 +106,7 @@ class MovingLog(StoreLog["Value"]):
         """See `asyncflow.devices.swapping.RestingLog`."""
         swapping, run = self._swapping, self.source[0]
         with self.lock:
-            value = self[index] if index < len(self) else None  # it was read, or the store has ended
+            value = self[index] if index < len(self) else None  # None if it was read, or the store has ended
             least_bytes = swapping.moves.least_bytes
             if type(value) is not SavedEntry and getattr(value, "nbytes", -1) >= least_bytes:
                 self[index] = swapping.entry(value, self.label, run, None, moves=self._moves, tag=self._tag(index))
@@ -128,14 +128,14 @@ class MovingLog(StoreLog["Value"]):
 
     def copied(self, length: int) -> MovingLog:
         """A log of its own with the first `length` entries."""
-        self._swapping.wake()  # so that one log alone hands a value over
+        self._swapping.wake()  # so that only one log hands a value over
         entries = self[:length]
         self._swapping.share(entries)
         run, loop = self.source
         return MovingLog(entries, self._swapping, label=self.label, run=run, moves=self._moves, loop=loop)
 
     def __del__(self) -> None:
-        with self.lock:  # another thread may be about to make it hand over
+        with self.lock:  # another thread may be making it hand over
             entries = self[:]
             self.clear()
         self._swapping.release(self, entries)
@@ -193,7 +193,7 @@ class SavedValues(StoreVersion["Value"]):
         if index != length:
             raise IndexError(f"value number {index} is saved into a store of {length}")
         log = self.log
-        if length != len(log):  # a loop saves to each version once, so that no other thread does
+        if length != len(log):  # a loop saves to each version once, so no other thread does
             log = log.copied(length)
         log.add(value)
         return SavedValues(log, length + 1, self.nbytes + getattr(value, "nbytes", 0))
@@ -206,7 +206,7 @@ class SavedValues(StoreVersion["Value"]):
         """Return the first value, if it is there, and the bytes and number of all that are; they go from the last."""
         log, length = self.log, self.length
         count = length
-        if length and log[length - 1] is None:  # gradients read from the last to the first, so a tail has gone
+        if length and log[length - 1] is None:  # gradients read from the last to the first, so the tail is gone
             count = bisect_left(log, True, 0, length, key=_is_gone)
         return (log[0], self.nbytes * count // length, count) if count else (None, 0, 0)
 
@@ -269,7 +269,7 @@ class StoreGradient(StoreVersion[Reached]):
         """Return the gradients and drop them from the store; for the last read."""
         found, log = self.read(index), self.log
         for place in log.positions.pop(index, ()):
-            log[place] = index, None  # places of later entries stay
+            log[place] = index, None  # keep the places of later entries
         return found
 
     def total(self, index: int, shape: tuple[int, ...], xp: Namespace, *, is_last: bool = False) -> Array | None:

@@ -98,7 +98,7 @@ class Classes:
             return False
         if self.on_host is not None and not self._runs_ahead_on_cards(node, self.on_host):
             return False
-        if node.op is READ:  # uses up the array: the value it was made of is read instead
+        if node.op is READ:  # a read uses up the array, so read the unstacked value instead
             return self.captured[node.inputs[0]].node.op is UNSTACK
         return node.op.traits.memory is Memory.STORE or not has_variants((*node.inputs, *node.outputs))
 
@@ -121,11 +121,11 @@ class Classes:
         Kernels of other nodes are bound with more than the op: with copies of the host's values, or with casts.
         """
         if computes_on_host(node, on_host):
-            # Other numbers of the host, such as learning rates, are on the card in a graph.
+            # In a CUDA graph other numbers of the host, such as learning rates, are on the card.
             return all(x.dtype.kind in "biu" or is_constant(x) or x in self.varying for x in node.inputs)
         if runs_on_host(node) or is_metadata(node) or node.op in (FLOOR_DIVIDE, REMAINDER, READ_SAVED):
-            # A saved value may be away from the card until its own iteration asks for it. To read it ahead would
-            # bring it back too early, or end the block there: the last bits would depend on when copies end.
+            # A saved value may be away from the card until its iteration reads it. Reading ahead would bring it back
+            # too early, or end the block there: the last bits would depend on when copies end.
             return False
         if any(tensor.dtype.name == "bfloat16" for tensor in node.outputs) or not finds_its_inputs(node, on_host):
             return False
@@ -163,7 +163,7 @@ def classified(loop: WhileNode, place: int, on_host: AbstractSet[Tensor] | None 
     """Dependencies of the tensors of a loop's body, of which the loop variable at `place` is the counter."""
     classes = Classes(loop.captured(loop.body), on_host)
     if on_host is not None and loop.body.inputs[place] not in on_host:
-        return classes  # to ask for a row would wait for the card
+        return classes  # each read of a row would wait for the card
     classes.fixed.update(classes.captured)
     classes.varying.add(loop.body.inputs[place])
     for node in loop.body.nodes:
@@ -287,8 +287,8 @@ class _Move:
         rows = self.loop.add_capture(ahead.outputs[0], self.loop.body)
         kept = self._replace(rows, counter)
         if on_host is not None:
-            # No card reaches into the memory of another, and requests for devices were read before this pass: it has
-            # to keep the nodes of its store together by itself.
+            # Cards cannot read each other's memory, and device requests were resolved before this pass: colocate nodes
+            # here.
             ahead.colocated_with = ahead.colocated_with or ahead.name
             for node in kept:
                 node.colocated_with = ahead.colocated_with
@@ -311,7 +311,7 @@ class _Move:
         if tensor is self.loop.body.inputs[self.place]:
             return 0
         if tensor not in self.classes.captured and is_constant(tensor):
-            # A device has its constants where it computes, which only a node of the plan can ask for.
+            # Constants are placed with the device that computes, which only a node of the plan can request.
             if tensor not in self.constants:
                 self.constants[tensor] = self._in_front(tensor, front)
             return self.outer.setdefault(self.constants[tensor], 1 + len(self.outer))

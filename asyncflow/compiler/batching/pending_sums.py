@@ -101,7 +101,7 @@ class _PendingRows:
         """Return the results of the products, below one another; the block gives up their memory."""
         self._multiply()
         assert self._sum is not None
-        # Without a copy: each sum is a part of one array, which is freed once the last of them was added to its total.
+        # No copy: sums are parts of one array, which is freed once the last one was added to its total.
         found, self._sum = self._sum, None
         return [found[first:last] for first, last in pairwise(self.edges)]
 
@@ -155,8 +155,8 @@ class _KeptRows:
     def sums(self) -> list[Array]:
         """Return the products of the rows that wait, which it gives up."""
         xp = self._xp
-        # The operands go one after the other, as each is joined: all of them twice would take more than was planned,
-        # and a product of all together would need one more copy of each.
+        # Free operands one by one, as each is joined: holding all of them twice would exceed the plan. One product of
+        # all together would need another copy of each.
         right, self._filled = self._joined(self._rights), 0
         return [
             xp.sum(right, axis=0) if width is None else xp.matmul(self._joined(kept).T, right)
@@ -165,7 +165,7 @@ class _KeptRows:
 
     def _joined(self, parts: list[Array]) -> Array:
         """The rows of `parts`, below one another; the list gives them up."""
-        # The namespace stacks arrays of one shape by one launch for 64 of them, and joins others by one for 8.
+        # Stacking arrays of one shape takes a launch for 64 of them; concatenating others takes one for 8.
         xp, first = self._xp, parts[0]
         if len(parts) == 1:
             joined = first
@@ -201,7 +201,7 @@ class PendingSums:
             # The number of rows may grow, and an iteration with few rows has made a small block.
             is_too_small = block.is_full_with(right) and self._most_rows(right, lefts) >= 2 * block.capacity
             if not is_too_small:
-                # A card's block has no sum of its own, as one more array of the totals' size is not in the plan.
+                # A card's block has no separate sum, as another array of the totals' size is not planned.
                 if isinstance(block, _KeptRows) and block.is_full_with(right):
                     self._add_all(block.sums())
                 block.add(right, lefts)
@@ -222,7 +222,7 @@ class PendingSums:
             block, self._block = self._block, None
             found = block.sums()
             if isinstance(block, _KeptRows):
-                self._add_all(found)  # in place: each product is an array of its own
+                self._add_all(found)  # in place: each product is a separate array
             else:
                 for place, added in enumerate(found):
                     self._add(place, added.reshape(self._totals[place].shape))
@@ -263,7 +263,7 @@ class PendingSums:
         return _KeptRows(self._xp, right, lefts, most)
 
     def _most_rows(self, right: Array, lefts: Sequence[Array | None]) -> int:
-        width = sum(left.shape[0] for left in lefts if left is not None)  # ones are there already
+        width = sum(left.shape[0] for left in lefts if left is not None)  # without `left`, the ones exist already
         columns, on_card = int(right.shape[1]), self._xp is not np
         return rows_at_once(len(right), width, columns, right.dtype.itemsize, self._block_bytes, on_card=on_card)
 
@@ -293,7 +293,7 @@ def rows_at_once(rows: int, width: int, columns: int, itemsize: int, block_bytes
     most = most_at_once(rows, enough_rows(width, columns), nbytes, flops, block_bytes, on_card=on_card)
     most = min(most, _ENOUGH_ITERATIONS)
     if on_card:
-        most //= 2  # it has the rows of a block twice while it multiplies them: these take the bytes that are planned
+        most //= 2  # while multiplying, a card holds the block's rows twice, within the planned bytes
         most = most if most >= _WORTH_ITERATIONS else 1
     return rows * most
 

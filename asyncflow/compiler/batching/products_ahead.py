@@ -370,7 +370,7 @@ def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int,
 
 
 # Each result belongs to one activation of one loop, so two equal nodes are never merged into one. Its shape is unknown,
-# so it counts as large.
+# so it may be large.
 PRODUCTS_AHEAD = Op(
     "rows_ahead",
     lambda *_, **attrs: Spec(VARIANT),

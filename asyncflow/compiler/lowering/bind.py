@@ -155,14 +155,14 @@ class Binding:
         def bind(member: Node) -> Kernel:
             return bind_member(member, self._bare_on(launching, member), launching, stream, self.on_host)
 
-        # On a card with a limit, saved values may have to move for a buffer that is kept.
+        # On a card with a limit, a kept buffer might force saved values to move.
         spare_bytes = _SPARE_ON_CARD if limit is None else 0
-        # Kernels of a simulated card launch themselves, and are counted there.
+        # A simulated card launches and counts its kernels itself.
         counter = KernelCounter(None if launching.xp is np else launching.memory.requests, self.on_host)
         code = generator(bind=bind, enqueues=True, spare_bytes=spare_bytes, counter=counter).generate(node.name)
         asked = self.options.cuda_graphs
         why_not = why_not_captured(region, self.on_host)
-        if self.options.check_numerics:  # a graph that is replayed raises nothing
+        if self.options.check_numerics:  # a replayed graph cannot raise
             why_not = "check_numerics=True looks at every value"
         code = replace(code, launching=_launching(why_not, launching.capabilities, asked))
         graph = None
@@ -185,7 +185,7 @@ class Binding:
             usual: binds a node for the region's usual code, with which constants are shared.
         """
         region: Region = node.attrs["region"]
-        # By their states: variables of one name in a container have one.
+        # Keyed by state: variables of one name in a container share it.
         shown: dict[object, CapturedVariable] = {}
         for member in region.walk():
             for resource in resources_of(member):
@@ -198,7 +198,7 @@ class Binding:
 
         def bind(member: Node) -> Kernel:
             if member.op is CONSTANT:
-                return usual(member)  # a second copy of a large one would cost the card its memory
+                return usual(member)  # no second copy of a large constant on the card
             if member.op is MOVING_STORE:
                 # A copy to the host would be made once, when the graph is captured.
                 return bound_kernel(NEW_STORE, device.xp, {}, of_scalars=False)
@@ -212,7 +212,7 @@ class Binding:
             spare_bytes=_SPARE_ON_CARD,
         ).generate(node.name)
         numbers = frozenset(k for k, x in enumerate(region.inputs) if x in self.on_host and x not in on_host)
-        # Launches of all regions take locks in one order, so that none waits for another for ever.
+        # Launches of all regions take locks in one order, so that they cannot deadlock.
         variables = sorted(shown.values(), key=lambda variable: id(variable.lock))
         return GraphCode(code.function, code.is_generator, variables, numbers, code.extent)
 

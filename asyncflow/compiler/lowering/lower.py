@@ -70,7 +70,7 @@ def lower(
     lowering.flat.renumber()
     lowering.flat.made_of = graph
     for place in lowering.opened:
-        place.open = None  # a function that leads back to the place
+        place.open = None  # avoid a cycle: the function refers to the place
     return Lowered(lowering.flat, lowering.places)
 
 
@@ -119,7 +119,7 @@ class _Lowering(FlatBuilder):
             self.ungated.update(node.outputs)
             self.completion[node] = []
         else:
-            read = self.reads(node)  # asks about the tensors of before
+            read = self.reads(node)  # first, as it needs the tensors before `values` changes them
             inputs = self.values(node.inputs)
             if node.op in (FETCH, EMIT):
                 node.device = self.where_to_hand_out(node, inputs)
@@ -223,9 +223,9 @@ class _Lowering(FlatBuilder):
             self.value_places[false_side] = self.value_places[true_side] = in_body
             return true_side
 
-        # Nodes that no loop variable holds back wait for a gate: a value that their device has in each iteration. Where
-        # there is a loop variable, that is the gate. Elsewhere a control loop is made when the first node asks for it,
-        # so that a device which takes part in the predicate alone, or in the body alone, gets no more than it needs.
+        # Nodes that no loop variable delays wait for a gate: a value that their device has in each iteration. A loop
+        # variable on the device serves as the gate. Otherwise the first such node makes a control loop: a device used
+        # only in the predicate, or only in the body, gets no more than it needs.
         self.opened += (in_cond, in_body)
         in_cond.open, in_body.open = open_cond, open_body
         gate = _gate_variable(merges, node)

@@ -110,7 +110,7 @@ class FlatBuilder:
             self.awaited.update(node.control_inputs)
             self.used.update(node.inputs)
             self.used.update(result for body in node.subgraphs for result in body.results)
-        # Where values of such nodes are used, so that news of them can come with the value.
+        # Devices that use values of awaited nodes, so that the news can come with the value.
         self.used_on = {
             (tensor, node.device)
             for node in nodes
@@ -225,7 +225,7 @@ class FlatBuilder:
     ) -> tuple[Tensor, ...]:
         """A Send beside `source` and a Recv on `device`; without anything sent, the news that `source` has run."""
         number = self.n_transfers = self.n_transfers + 1
-        is_acknowledged = source in self.drivers and len(sent) > 0  # not for the news, which may come besides
+        is_acknowledged = source in self.drivers and len(sent) > 0  # news without a value is not acknowledged
         controls = [] if sent else [source]
         if source.op is CONTROL_TRIGGER and place.open is not None:
             controls.append(self.pivot(place, source.device))  # a trigger also fires in dead places, without a Recv
@@ -256,7 +256,7 @@ class FlatBuilder:
     def arrived_from(self, node: Node, device: Device) -> Node:
         """The node on `device` that runs once `node`, of another device, has."""
         if (node, device) not in self.news:
-            # The same transfer brings a value and the news that it was made.
+            # One transfer brings a value and the news that it was made.
             brought = (tensor for tensor in node.outputs if tensor not in self.value_places)
             there = (t for t in brought if (t, device) in self.used_on or (t, device) in self.here)
             arrival = next((self.local(tensor, device).node for tensor in there), None)

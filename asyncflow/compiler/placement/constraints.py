@@ -56,7 +56,7 @@ def usable_devices(
     )
     if len(usable) in (0, len(devices)) or not needing:
         return asked, True
-    # The host computes for a card, with copies both ways: a device that has the kernels itself is better.
+    # Prefer a device with its own kernels: for a card without them the host computes, with copies both ways.
     chosen = tuple(index for index in asked if index in usable)
     return (chosen, True) if chosen else (usable, False)
 
@@ -93,7 +93,7 @@ def resolve_requests(
     """
     nodes = list(graph.walk())
     if len(devices) == 1 and not any(node.device or node.colocated_with for node in nodes):
-        return ()  # groups only matter where there is a choice
+        return ()  # groups only matter if there is a choice
     groups = _Groups(graph, nodes, source, devices)
     if not spread:
         groups.gather_loops(devices)
@@ -126,7 +126,7 @@ class _Groups:
         for part in levels(graph):
             if has_primitives(part.nodes):
                 self._add_hand_written(part)
-        # A chain of colocations may lead through nodes that the run does not need: what these ask for counts as well.
+        # A chain of colocations may lead through nodes that the run does not need: their requests count as well.
         waiting = deque(nodes)
         while waiting:
             target = waiting.popleft().colocated_with
@@ -148,7 +148,7 @@ class _Groups:
             target = node.colocated_with
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
         for resource in resources_of(node):
-            if not resource.waits:  # queues and the like are the host's, and any device's nodes may wait for them
+            if not resource.waits:  # queues and the like are on the host, and nodes of any device may wait for them
                 self._join(node.name, resource.effect_key, f"{node.name} uses {resource!r}, built at {node.location}")
 
     def _add_hand_written(self, part: Graph) -> None:
@@ -209,7 +209,7 @@ class _Groups:
         root = parent.setdefault(key, key)
         while parent[root] != root:
             root = parent[root]
-        while parent[key] != root:  # paths are cut short, as variables of long programs make chains
+        while parent[key] != root:  # path compression, as variables of long programs make chains
             parent[key], key = root, parent[key]
         return root
 
@@ -223,8 +223,8 @@ class _Groups:
             members.setdefault(self._root(node.name) if node.name in self.parent else node.name, []).append(node)
         merged = {group: self._merged(asking, devices) for group, asking in askers.items()}
         for node in self.keepers:
-            # A value is kept where it is made, and gradients of one store are where the first part of it is, unless the
-            # user asks for another place: else all are on one card, and cross to it in every iteration.
+            # Keep a value where it is made, and gradients of a store with its first part, unless the user asks
+            # otherwise. Else all would be on one card, and cross to it in every iteration.
             assert node.device is not None
             if _matching(node.device, devices):
                 merged.setdefault(self._root(node.name), node.device)
@@ -252,13 +252,13 @@ class _Groups:
             specs.setdefault(spec, node)
         if not any(all(spec.matches(device.name) for spec in specs) for device in devices):
             raise self._conflict(list(specs.values()), devices)
-        # One device fits all of them, so they name one kind; the request with a number is the most exact.
+        # One device fits all requests, so they name one kind; a request with a number is the most specific.
         return str(max(specs, key=lambda spec: spec.index is not None))
 
     def _conflict(self, asking: Sequence[Node], devices: Sequence[Device]) -> PlacementError:
         listed = "\n".join(f"  {node.device!r} asked for by {_described(node)}" for node in asking)
         fitting = {node: set(_matching(node.device, devices)) for node in asking}
-        # A request is for a kind or for one device: if each two fit together, all do. So there is such a pair.
+        # A request names a kind or one device: if every two fit together, all do. So a conflicting pair exists.
         first, second = next((a, b) for a in asking for b in asking if not fitting[a] & fitting[b])
         reasons = "\n".join(f"  {why}" for why in self._path(first.name, second.name))
         return PlacementError(

@@ -74,10 +74,10 @@ def search(problem: Problem) -> Solution:
     gathered = _gathered(problem, greedy)
     found = [greedy, gathered, *_pipelines(problem, greedy, range(len(problem.limits)))]
     for fewer in _fewer(problem):
-        # What looks good task by task may use a slow device, or one too many.
+        # A choice that is best task by task may use a slow device, or one too many.
         on_fewer = _Greedy(problem, fewer).run()
         found += [on_fewer, *_pipelines(problem, on_fewer, sorted(fewer))]
-    # The one with the fewest transfers is improved first, as large problems have no room for a second.
+    # Improve the solution with the fewest transfers first, as large problems leave no time for a second.
     found.sort(key=lambda solution: solution.cost)
     found = _improved(problem, [_with_fewest_crossings(found), *found])
     best = _with_fewest_crossings(found)
@@ -114,7 +114,7 @@ def _added(problem: Problem, devices: Sequence[int]) -> float:
     It is the most work of a device or a thread of the host, or the longest way of tasks one after the other.
     """
     first, both = (simulate(problem, devices, n, contend=False)[0] for n in (problem.first_part, None))
-    # The host is one resource more: a loop goes no faster than its thread launches it.
+    # The host is another resource: a loop is no faster than its thread launches it.
     part = problem.first_part
     return max(*loads(problem, devices, part), *host_loads(problem, devices, part), both - first)
 
@@ -140,7 +140,7 @@ def _gathered(problem: Problem, greedy: Solution) -> Solution:
             pinned[group.allowed[0]] += sum(problem.tasks[task].times[group.allowed[0]] for task in group.tasks)
     free = [group for group in problem.groups if len(group.allowed) > 1]
     total = [sum(problem.tasks[task].times[d] for group in free for task in group.tasks) for d in range(len(pinned))]
-    # Devices that ask for much anyway, being asked for, are the likelier place; the first one is always tried.
+    # Devices with much pinned work are the likelier choice; the first device is always tried.
     likely = sorted(range(1, len(pinned)), key=lambda d: (total[d] - pinned[d], d))[: _MOST_GATHERINGS - 1]
     best: Solution | None = None
     for device in [0, *sorted(likely)]:
@@ -153,7 +153,7 @@ def _gathered(problem: Problem, greedy: Solution) -> Solution:
         if best is None or tried.cost < best.cost:
             best = tried
     assert best is not None
-    # The reasons of nodes say so.
+    # Shown in the reasons for nodes.
     best.is_gathered = True
     return best
 
@@ -175,7 +175,7 @@ def _pipelines(problem: Problem, greedy: Solution, usable: Sequence[int]) -> Ite
             if usable[stage] in problem.groups[index].allowed:
                 devices[index] = usable[stage]
         yield _evaluated(problem, devices, greedy)
-        # Fewer stages have fewer transfers, and may be as quick where one of them is the longest anyway.
+        # Fewer stages have fewer transfers, and may be as fast if one stage is the longest anyway.
         n_stages //= 2
 
 
@@ -211,7 +211,7 @@ def _moved(problem: Problem, start: Solution, group: int) -> Solution:
     """The best placement with one group elsewhere, if it is better."""
     best = start
     for device in problem.groups[group].allowed:
-        # A move that gains less may be taken back by the next one.
+        # Ignore smaller gains, which the next move may undo.
         if device != start.devices[group]:
             devices = start.devices.copy()
             devices[group] = device
@@ -293,7 +293,7 @@ class _Greedy:
         self.finishes[task.group] = ends
         best = min(ends.values())
         if not any(rest.values()):
-            # Work of no time goes where its first input is, rather than where it happens to be as early.
+            # Work that takes no time goes with its first input, not to any device that is equally early.
             home = self._first_home(task)
             if home is not None and ends.get(home, best + 1.0) <= best:
                 return home

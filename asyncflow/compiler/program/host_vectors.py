@@ -110,7 +110,7 @@ class _VectorSearch:
         chains = [(read, self.behind(read.inputs[:1], can)) for read in reads]
         while True:
             saves = {x.node for x in needed if x.node.op in SAVES and x.node.inputs[2].shape != ()}
-            # All that read a store find the same values. What one of them needs may be saved by another loop.
+            # All readers of a store find the same values. One reader may need a value that another loop saves.
             filled = [(read, chain) for read, chain in chains if not saves.isdisjoint(x.node for x in chain)]
             found = {x for read, _ in filled for x in self.behind(read.outputs, can)}
             if found <= needed:
@@ -216,7 +216,7 @@ class _VectorCopies:
     def add(self) -> None:
         """Give copies to all kernels with vectors of the host as data."""
         levels = [self.graph]
-        for graph in levels:  # it grows, outer graphs first
+        for graph in levels:  # the list grows, outer graphs first
             for node in list(graph.nodes):
                 for body in node.subgraphs:
                     assert isinstance(node, StructuredNode)
@@ -239,7 +239,7 @@ class _VectorCopies:
         if not places or node.op in (FETCH, EMIT, IDENTITY) or node.op is TO_CARD:
             return ()
         if isinstance(node, WhileNode):
-            # A variable that begins on the host, and does not stay there.
+            # Variables that start on the host, but do not stay there.
             return [place for place in places if place < node.n_vars and node.body.inputs[place] not in self.found]
         if isinstance(node, CondNode) or runs_on_host(node) or is_metadata(node):
             return ()
@@ -272,19 +272,19 @@ class _VectorCopies:
             outer = owner.captured(graph).get(tensor)
             if outer is not None:
                 inner = owner.add_capture(self.copy(outer), graph)
-                for body in owner.subgraphs:  # lowering gives Enter and Switch their places
+                for body in owner.subgraphs:  # lowering places Enter and Switch by these
                     body.inputs[-1].node.device = node.device
                 return inner
-            return self.transferred(tensor)  # a variable, other in each iteration
+            return self.transferred(tensor)  # a variable changes in each iteration
         if node.op in (FEED, CONSTANT):
             name = node.name.rpartition("/")[2]
             again = detached_node(graph, node.op, (), node.attrs, node, tensor.spec, name=name)
             self.behind.setdefault(node, []).insert(0, again)
             return again.outputs[0]
-        is_read = node.op is READ_SAVED  # which may be the last of a value that is gone then
+        is_read = node.op is READ_SAVED  # this may be the last read, which drops the value
         if isinstance(node, StructuredNode) or runs_on_host(node) or is_read or not graph.is_subgraph:
             return self.transferred(tensor)
-        # In a body, the card computes it once more: mostly a view, and no copy in each iteration.
+        # In a body, let the card compute it again: usually a view, without a copy in each iteration.
         read = host_inputs(node)
         inputs = [self.copy(x) if self.is_vector(x) and place not in read else x for place, x in enumerate(node.inputs)]
         again = detached_node(graph, node.op, inputs, node.attrs, node, node.specs, name=f"{_last(node)}/on_card")

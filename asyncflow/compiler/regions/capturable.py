@@ -185,10 +185,10 @@ def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor], *, is_inside:
         on_host: tensors whose values are on the host.
         is_inside: it is part of another loop, which the device may run.
     """
-    # Counters that the host has outside are the device's inside, so that it can count by itself.
+    # Inside, the device has its own copies of the host's counters, so that it can count by itself.
     inside = host_values_inside(loop, captures_on_host(loop, on_host))
     return (
-        # Inside, all stores are the outer loop's, which is asked for its own.
+        # Inside another loop, all stores belong to the outer loop, which has its own check.
         (None if is_inside else _no_log(loop))
         or _no_buffers(loop)
         or ("its predicate is a number on the host" if loop.decision in inside else None)
@@ -202,7 +202,7 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor], stores: A
     """Return the reason why the first unsuitable node in a branch or loop cannot be in a device's loop; None without
     one.
     """
-    # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
+    # Inner device loops come last: if another obstacle exists, name that one.
     nodes = [inner for body in node.subgraphs for inner in body.nodes]
     logged = _in_logs(node) | stores
     for inner in sorted(nodes, key=lambda inner: inner.op is DEVICE_WHILE):
@@ -216,8 +216,8 @@ def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor], stores: A
         elif inner in logged or inner.op is PARAMETER:
             continue
         elif inner.op is VARIABLE_READ:
-            continue  # it is made in front of the loop, which writes none
-        # A list of the host's, or a variable that gets another address, is not there for a card that goes on alone.
+            continue  # read in front of the loop, which writes no variables
+        # A card that runs alone cannot use a list of the host, or a variable whose address changes.
         elif _keeps_state(inner):
             return f"{_named(inner)} works on a store or variable, which the host does"
         elif (obstacle := why_not_in_graph(inner, inside)) is not None:
@@ -256,7 +256,7 @@ def _no_buffers(node: StructuredNode) -> str | None:
             if (obstacle := _why_no_entry(saves[place])) is not None:
                 return obstacle
         elif tensor.dtype == VARIANT and isinstance(node, CondNode) and all(map(is_new_store, origins(tensor))):
-            continue  # if they are not for the loop around it, they are found out as nodes
+            continue  # stores not for the enclosing loop are refused as nodes
         elif tensor.dtype == VARIANT and isinstance(node, WhileNode) and node.inputs[place].node.op is MOVING_STORE:
             return "its saved values are to leave the card"
         elif not _is_fixed(tensor.spec):
@@ -268,7 +268,7 @@ def _why_no_entry(save: Node) -> str | None:
     """Return the reason why a saved value cannot be an entry of a device's log; None if it can."""
     value = save.inputs[2]
     if value.dtype == VARIANT:
-        # A store from further outside would have one base in all iterations, and no cursor.
+        # A store from an outer loop would have one base in all iterations, and no cursor.
         return (
             None
             if all(map(is_new_store, origins(value)))

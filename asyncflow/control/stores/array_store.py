@@ -136,7 +136,7 @@ class Element:
     __slots__ = ("shape", "value", "version")
 
     def __init__(self, value: Array | Block | None, version: int) -> None:
-        self.shape: tuple[int, ...] = ()  # told when the value goes
+        self.shape: tuple[int, ...] = ()  # set when the value is dropped
         self.value: Array | Block | None = value
         self.version = version
 
@@ -210,7 +210,7 @@ class Store:
         if version == self.latest:
             return self
         copy = Store(self.xp, self.kind, self.family)
-        # Without the block: its free rows are for elements that are written through the newest state.
+        # Without the block: its free rows belong to the newest state.
         copy.elements = {index: element for index, element in self.elements.items() if element.version <= version}
         copy.rows = self.rows_at(version)
         copy.latest = version
@@ -259,7 +259,7 @@ class Store:
                 return None
             value = element.value
             if clears and value is not None:
-                element.shape = value.shape  # gradients ask for it after the read
+                element.shape = value.shape  # gradients need it after the read
                 element.value = None
             if type(value) is Block:
                 value = value.take(index) if clears else value.row(index)
@@ -276,7 +276,7 @@ class Store:
         self.require_open()
         element = self.elements.get(index)
         if element is not None:
-            value = element.value  # looked up once: another thread may read it
+            value = element.value  # looked up once: another thread may take it
             shape: tuple[int, ...] = element.shape if value is None else value.shape
             return shape if element.version <= version else None
         rows = self.rows_at(version)
@@ -305,7 +305,7 @@ class Store:
         if rows is None or rows.count != size or rows.left != size:
             return None
         array: Array | None = rows.array
-        if self.kind.clear_after_read and size:  # a stack is a read of each element
+        if self.kind.clear_after_read and size:  # stacking reads each element
             rows.taken[:] = b"\1" * size
             rows.left = 0
             rows.array = None

@@ -70,9 +70,9 @@ class Mover(ABC):
         self.gate = MemoryGate(account, self)
         self.moves = SavedMoves(account, self.gate, spaces, ns_per_byte=ns_per_byte, together=self.together)
         self.spaces = spaces
-        # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
+        # Keyed by the owner of the memory, while it lives: a value may have left while other code still uses it here.
         self._known: dict[int, _Owner] = {}
-        self._dies = partial(_forget, self._known)  # which keeps that alive, and nothing else
+        self._dies = partial(_forget, self._known)  # keeps only the dict alive
         self._released: deque[SavedEntry] = deque()
         self._lock = Lock()
         self._changed = Condition(self._lock)
@@ -176,7 +176,7 @@ class Mover(ABC):
 
     @contextmanager
     def _noted(self, handle: SavedHandle, stream: str, taken_ns: int) -> Iterator[None]:
-        yield  # until the lock is given back, which `sample` takes
+        yield  # after the lock is released, which `sample` takes
         moves = self._copies.get(handle.group.key)
         if moves is not None:
             until, is_late = self.ended_ns(), stream == "h2d" and handle.is_late
@@ -228,7 +228,7 @@ class Mover(ABC):
             try:
                 self.bring(handle)
             except BaseException as error:
-                # The rest would find no more room: each is asked for again when it is read.
+                # The rest would find no room, either: each is fetched again when it is read.
                 for refused in orders.into[number:]:
                     self.moves.refused(refused)
                 if handle is not wanted and isinstance(error, MemoryLimitExceeded):
@@ -252,7 +252,7 @@ class Mover(ABC):
             value.here = None
         if is_last:
             handle.values.clear()  # each refers to the handle
-            if not handle.copying:  # else at the end of the copy, which reads or writes there
+            if not handle.copying:  # else at the end of the copy, which uses its memory
                 self._discard(handle)
 
     def _fit(self, value: SavedValue, room: float) -> bool:
@@ -285,7 +285,7 @@ class Mover(ABC):
         """The device's buffer of values is `here`; `bring` may say so at once, where streams order what follows."""
         handle.is_block = True
         held = handle.held
-        # Copies are ordered where the newest is read, which is the first; two iterations before the oldest; and there.
+        # Order copies at three reads: of the newest value, two iterations before the oldest, and of the oldest.
         early = 2 * handle.stride
         last = len(held) - 1
         for number, value in enumerate(held):

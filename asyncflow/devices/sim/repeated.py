@@ -46,7 +46,7 @@ def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLaun
     if info.is_metadata:
         return MetadataLauncher(device, kernel, info)
     if info.conduct.is_user or info.conduct.needs_context:
-        return SimLauncher(device, kernel, info)  # its results need not be alike although its inputs are
+        return SimLauncher(device, kernel, info)  # equal inputs may give different results
     if not info.keeps_arrays:
         return ComputeLauncher(device, kernel, info)
     return StoreLauncher(device, kernel, info) if info.in_region else SimLauncher(device, kernel, info)
@@ -72,7 +72,7 @@ class ComputeLauncher(SimLauncher):
         super().__init__(device, kernel, info)
         self._on_numbers = info.on_host if info.in_region else None
         self._known: dict[tuple[object, ...], _Known | None] = {}
-        self._needs_values = False  # shapes of outputs follow from numbers of the host, too
+        self._needs_values = False  # True if output shapes also depend on numbers of the host
 
     def __call__(self, *args: Value) -> Placed:
         """See `SimLauncher`."""
@@ -89,7 +89,7 @@ class ComputeLauncher(SimLauncher):
                 return result
         arrays: list[SimArray] = []
         key: list[object] = []
-        # One look at each input: it makes the key, and finds what a lookup cannot answer.
+        # One pass over the inputs makes the key, and finds inputs that the cache cannot serve.
         for value in args:
             if type(value) is SimArray:
                 written = value.written
@@ -98,13 +98,13 @@ class ComputeLauncher(SimLauncher):
                 arrays.append(value)
                 key += value.dtype, value.shape
                 if value.data is None:
-                    key.append(None)  # small arrays have data in a simulation of shapes, if their inputs had
+                    key.append(None)  # in a simulation of shapes, small arrays have data if their inputs had
             elif isinstance(value, np.generic):
                 key.append(type(value))
                 if self._needs_values:
                     key.append(value)
             elif info.on_host is None or any(type(each) is SimArray for each in args):
-                return self._checked(args)  # a vector of the host, which has to be copied in
+                return self._checked(args)  # a vector of the host must be copied in
         if machine.hazards:
             machine.check()
         if not arrays:
@@ -115,21 +115,21 @@ class ComputeLauncher(SimLauncher):
         except KeyError:
             known = self._find_out(known_as, args, arrays)
             if known is None and not self._needs_values and self._rule.infer_with_numbers(args) is not None:
-                # Such as the start of a slice: from here on numbers are part of this launcher's keys.
+                # Numbers, such as the start of a slice, belong to this launcher's keys from now on.
                 self._needs_values = True
                 return self(*args)
         if known is None:
             return self._checked(args)
         if not known.runs:
             return self._without_running(known, arrays)
-        # Refused before the kernel runs. With numbers in the key the kernel may give a view: see `_place`.
+        # Check memory before the kernel runs. With numbers in the key the kernel may return a view: see `_place`.
         if known.is_work and not self._needs_values:
             self._device.memory.check(known.fresh_nbytes, info.name)
         raw = [value.data if type(value) is SimArray else value for value in args]
         if info.in_region:
             result = self._kernel(*raw)
         else:
-            with quiet():  # a region does so once for all of its kernels
+            with quiet():  # a region enters it once for all of its kernels
                 result = self._kernel(*raw)
         outputs = [result] if info.single else list(result)
         placed = self._place(known, arrays, raw, outputs)
@@ -172,7 +172,7 @@ class ComputeLauncher(SimLauncher):
                 storage = Storage(device, stream, event, nbytes)
                 outputs.append(SimArray(None, dtype, shape, storage, event, name))
         else:
-            # Ops that compute nothing give views: of the input of the same place, or of the only one.
+            # Ops without computation return views of the input at the same place, or of the only input.
             specs = known.specs
             sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
             device.run_on_host(name, self._viewing)
@@ -187,7 +187,7 @@ class ComputeLauncher(SimLauncher):
     def _launched(self, known: _Known, arrays: Sequence[SimArray]) -> SimEvent:
         """Give the kernel to its stream, which has waited for the inputs."""
         device, stream = self._device, self._stream
-        landing = device.machine.landing  # empty but for the moments after copies
+        landing = device.machine.landing  # usually empty, except just after copies
         if landing:
             for array in arrays:
                 landing.pop(array.storage.written, None)
@@ -215,7 +215,7 @@ class ComputeLauncher(SimLauncher):
             return [self._followed(SimArray(output, dtype, shape, source.storage, source.written, name))]
         if len(outputs) != len(known.specs):
             return None
-        seen = set(map(id, raw))  # an input, or one array twice, is no new memory
+        seen = set(map(id, raw))  # inputs, and repeated outputs, are not new memory
         for output, (dtype, shape) in zip(outputs, known.specs, strict=True):
             if type(output) is np.ndarray:
                 if output.base is not None or id(output) in seen:
@@ -225,7 +225,7 @@ class ComputeLauncher(SimLauncher):
                 return None
             if output.shape != shape or output.dtype != dtype:
                 return None
-        if self._needs_values:  # as before the kernel runs it is not certain that there is something new
+        if self._needs_values:  # not checked above, as the kernel may return views
             device.memory.check(known.fresh_nbytes, name)
         event = self._launched(known, arrays)
         placed: list[Placed] = []

@@ -58,7 +58,7 @@ class NotedSpans(Sequence[Span]):
 
 _COLUMNS = 8
 
-_new_tuple = tuple.__new__  # past the constructor of a named tuple, which takes longer than all else here
+_new_tuple = tuple.__new__  # bypasses the named tuple's constructor, which would take longer than the rest
 
 
 class _HeldStorages(list[Storage]):
@@ -80,7 +80,7 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def __init__(self, machine: SimMachine, index: int, kind: Literal["sim", "cpu"], compute_streams: int) -> None:
         self._is_card = kind == "sim"
-        # CPUs, too: to interpret each node of a long loop takes many times as long as to compute it.
+        # CPUs, too: interpreting each node of a long loop takes many times as long as computing it.
         runs_regions = machine.launches != "nodes"
         captures = self._is_card and runs_regions
         capabilities = Capabilities(
@@ -98,8 +98,7 @@ class Timeline(LaunchingDevice[SimStream]):
         of_kernels = host.times_of_graphs if machine.launches == "graphs" else host.times
         self.host_times = (of_kernels if runs_regions else host.times_of_nodes)(self.thread)
         if runs_regions and not self._is_card:
-            # The figures of regions and views are CuPy's. A CPU's region is a function that calls NumPy's: the call of
-            # a kernel is part of the kernel's time.
+            # Figures of regions and views hold for CuPy. A CPU's region calls NumPy, whose times include the call.
             self.host_times = host.times_of_cpu(self.thread)
         self.make_streams(lambda name: SimStream(name, machine.host), "peer")
         self.peer = self._streams["peer"]
@@ -173,7 +172,7 @@ class Timeline(LaunchingDevice[SimStream]):
             earliest_ns = max(self._graph_ns, stream.free_at_ns + round(self.card.graph_node_s * _NS_PER_S))
         else:
             self.memory.requests.kernels += 1
-            # The most frequent way has no call of `_launched_ns`.
+            # The most frequent path avoids a call of `_launched_ns`.
             is_plain = self._is_card and not fired
             earliest_ns = self.thread.spend(launch) if is_plain else self._launched_ns(fired, launch)
         if earliest_ns < self._card_free_ns:
@@ -238,8 +237,8 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def hold(self, event: SimEvent, storages: Sequence[Storage]) -> None:
         """Keep memory until the host has seen the event: the ledger of work in flight."""
-        # A copy may outlive all references of the program to the memory that it reads.
-        self._held[event] = held = _HeldStorages(storages)  # the timer's alone: what a closed loop drops is free
+        # A copy may outlive all references to the memory that it reads.
+        self._held[event] = held = _HeldStorages(storages)  # only the timer refers to it, so a closed loop frees it
         self.when_over(event, held.clear)
 
     def hand_over(self, nbytes: float) -> bool:

@@ -144,7 +144,7 @@ class Printer:
         outer = self._captured(node)
         if outer is not None:
             return f"capture {reference(outer)}"
-        # Sorted, as passes set attrs in any order, and their texts are compared.
+        # Sorted, as passes set attrs in any order, and texts are compared.
         attrs = [self._attr(node, name) for name in sorted(node.attrs) if not is_subgraph(node.attrs[name])]
         braced = f" {{{', '.join(attrs)}}}" if attrs else ""
         return f"{quote_word(node.op.name)}({references(node.inputs)}){braced}"
@@ -156,7 +156,7 @@ class Printer:
         body: Any = node.graph
         if node.op.name != "parameter" or not is_subgraph(body):
             return None
-        # A pass may have changed the parameter: then it is printed in full, so that nothing is lost.
+        # If a pass has changed the parameter, print it in full, so that no change is lost.
         if not node.single or node.inputs or node.attrs != {"spec": node.outputs[0].spec}:
             return None
         if body not in self._captures:
@@ -186,7 +186,7 @@ class Printer:
 
     def value(self, value: Any, depth: int = 0) -> str:
         """The text of an attr's value."""
-        if depth > MAX_DEPTH // 2:  # the parser's limit counts the blocks around as well
+        if depth > MAX_DEPTH // 2:  # the parser's limit also counts enclosing blocks
             raise GraphError(f"it is nested deeper than {MAX_DEPTH // 2} levels")
         kind = type(value)
         # Exact types: a subclass, such as an enum's member, would come back as another type.
@@ -259,8 +259,8 @@ class Printer:
         is_text = isinstance(array.dtype, np.dtypes.StringDType)
         if is_text or array.size <= READABLE_SIZE:
             items = python_values(array)
-            # Digits do not tell NaNs apart, and long doubles have more of them than Python's floats.
-            # So it is tried: what would not come back to the bit is written as bytes.
+            # Digits do not distinguish NaNs, and long doubles have more digits than Python's floats. So try it, and
+            # write values that would not come back exactly as bytes.
             if is_text or np.array(items, array.dtype).reshape(array.shape).tobytes() == array.tobytes():
                 return self._nested(items, array.shape)
         return f"base64 {quote(encode(array))}"

@@ -99,7 +99,7 @@ def _divided(op: Op, divisor: Callable[[Tensor, Tensor], Tensor]) -> None:
         return [reaching(x, lambda: grad / conjugated(divisor(x, node.outputs[0])))]
 
 
-# Slopes are functions of the result where that is enough: a program keeps it more often than the argument.
+# Use the result for slopes where possible: programs keep it more often than the argument.
 _multiplied(ew.COS, lambda x, y: negative(ew.sin(x)))
 _multiplied(ew.COSH, lambda x, y: ew.sinh(x))
 _multiplied(ew.EXP, lambda x, y: y)
@@ -207,13 +207,13 @@ def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 def _by_base(node: Node, grad: Tensor) -> Tensor:
     x, y = node.inputs
-    # A number written beside ``**`` is known for good. A constant of its own keeps open what a run feeds in its place.
+    # A number written beside ``**`` never changes. For a separate constant, a run may feed another value.
     is_number = y.node.op is CONSTANT and (y.graph.is_subgraph or node.id - y.node.id == 1)
     known = static_value(y) if is_number else None
     if y.dtype.kind == "b":
         return where(y, grad, zeros_of(grad))
     if known is None or known.ndim:
-        # The exponent -1 would make 0 * inf of 0 ** 0.
+        # With the exponent -1, 0 ** 0 would give 0 * inf.
         return grad * conjugated(y * ew.pow(x, where(y == 0, 0, y - 1)))
     exponent = known.item() if known.dtype.kind in "iufc" else float(known)
     if exponent == 0:
@@ -230,7 +230,7 @@ def _by_base(node: Node, grad: Tensor) -> Tensor:
 def _atan2(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 at the origin, which has no angle."""
     y, x = node.inputs
-    length = ew.hypot(x, y)  # whose square may be no number
+    length = ew.hypot(x, y)  # its square may overflow
     length = where(length == 0, 1, length)
     scaled = grad / length
     return _both(node, lambda: scaled * (x / length), lambda: scaled * negative(y / length))

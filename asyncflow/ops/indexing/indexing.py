@@ -48,7 +48,7 @@ def _getitem_spec(x: Spec, *indices: Spec, key: Key) -> Spec:
 
 def _getitem_kernel(xp: Namespace, *, key: Key) -> Kernel:
     static, build = compile_key(key)
-    if static is not None:  # without a frame of Python's for each firing
+    if static is not None:  # avoids a Python frame for each firing
         return operator.itemgetter(static[0] if len(static) == 1 else static)
     if xp is np:
         return operator.getitem if key == (("input", 0),) else lambda x, *indices: x[build(*indices)]
@@ -71,7 +71,7 @@ def _key_inputs(first: int) -> Callable[[Node], Collection[int]]:
 
 
 def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Key) -> float:
-    # An integer from a tensor indexes as a written one does: the result is a view.
+    # An integer from a tensor indexes like a literal one: the result is a view.
     views = all(index == () for index in inputs[1:])
     return free(inputs, outputs) if views else moving(inputs, outputs)
 
@@ -175,7 +175,7 @@ def _key_along(x: Tensor, axis: int, positions: Tensor) -> tuple[object, ...]:
     """Return the key that indexes one axis."""
     if x.ndim is not None:
         axis = normalize_axis(axis, x.ndim)
-    if axis < 0:  # of a value whose rank is not known: counted from the back
+    if axis < 0:  # the rank is unknown: count from the end
         return (..., positions, *(slice(None),) * (-1 - axis))
     return (*(slice(None),) * axis, positions)
 
@@ -187,7 +187,7 @@ def _along_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
     if len(x.shape) != len(indices.shape):
         seen = f"{format_shape(x.shape)} and {format_shape(indices.shape)}"
         raise ShapeError(f"x and indices must have one rank, got {seen}")
-    # Along the axis the two need not agree: positions are read there, not paired.
+    # Along the axis the extents may differ: positions are read there, not paired.
     along = indices.shape[normalize_axis(axis, len(x.shape))]
     others = broadcast((replaced(x.shape, axis, 1), replaced(indices.shape, axis, 1)))
     return Spec(x.dtype, replaced(others, axis, along))
@@ -227,7 +227,7 @@ def _fits(shape: tuple[int | None, ...], target: tuple[int | None, ...]) -> bool
     if len(shape) > len(target):
         return False
     pairs = zip(reversed(shape), reversed(target), strict=False)
-    # Only the values are stretched, never the place they go to, so that 1 in `target` does not let any extent pass.
+    # Only values are broadcast, never their target, so 1 in `target` does not accept every extent.
     return all(dim in (1, None) or extent in (None, dim) for dim, extent in pairs)
 
 
@@ -246,7 +246,7 @@ def _update_kernel(xp: Namespace, *, key: Key) -> Kernel:
         return result
 
     def device_kernel(x: Array, values: Array, *indices: Array) -> Array:
-        # Only NumPy takes a single boolean for an index: `_key_inputs` has brought all inputs to the host then.
+        # Only NumPy takes a single boolean as an index: `_key_inputs` has then brought all inputs to the host.
         if any(map(is_flag, indices)):
             return kernel(x, values, *indices)
         result = xp.array(x)

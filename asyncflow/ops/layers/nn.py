@@ -32,7 +32,7 @@ def _wide(function: Kernel, *, takes_out: bool = False) -> Kernel:
     def run(x: Array, *rest: Array, out: Array | None = None) -> Value:
         if x.dtype.itemsize >= float32.itemsize:
             return function(x, *rest) if out is None else function(x, *rest, out=out)
-        # `out` is of half precision, so no step in float32 can use it.
+        # `out` has half precision, so no step in float32 can use it.
         narrowed = function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
         if out is None:
             return narrowed
@@ -80,7 +80,7 @@ def activation(
 
 
 def _sigmoid(xp: Namespace, x: Array, out: Array | None = None) -> Array:
-    # Both tails keep their digits; where the exponential overflows, the result is below the smallest normal number.
+    # Both tails keep their precision. Where the exponential overflows, the result is below the smallest normal number.
     if not x.ndim:
         return 1 / (1 + xp.exp(xp.negative(x)))
     grown = xp.negative(x, out=out)
@@ -107,7 +107,7 @@ def _silu_source(loop: UfuncLoop, x: str) -> str:
 
 
 def _gelu(xp: Namespace, x: Array) -> Value:
-    # At -inf the second factor is 0: with FARTHEST the product is 0, the limit, where -inf would make it NaN.
+    # At -inf the second factor is 0. FARTHEST makes the product 0, its limit; -inf would make it NaN.
     return 0.5 * xp.maximum(x, FARTHEST) * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
@@ -180,7 +180,7 @@ def _softmax_spec(x: Spec, *, axis: int) -> Spec:
 def _softmax(xp: Namespace, axis: int, x: Array) -> Value:
     if not x.size:
         return x
-    # With the largest at 0 nothing overflows, and the sum is 1 at least, so that no division is by 0.
+    # With the maximum shifted to 0 nothing overflows, and the sum is at least 1, so no division is by 0.
     weights = xp.exp(x - x.max(axis=axis, keepdims=True))
     return weights / weights.sum(axis=axis, keepdims=True)
 
@@ -188,7 +188,7 @@ def _softmax(xp: Namespace, axis: int, x: Array) -> Value:
 def _log_softmax(xp: Namespace, axis: int, x: Array) -> Value:
     if not x.size:
         return x
-    # The logarithm of `_softmax` would be -inf where a weight is rounded to 0; here the shift stays outside of it.
+    # The logarithm of `_softmax` would be -inf where a weight rounds to 0; here the shift stays outside the logarithm.
     shifted = x - x.max(axis=axis, keepdims=True)
     return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
 
@@ -222,13 +222,13 @@ def _logsumexp_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
 def _logsumexp(xp: Namespace, axis: Axes, keepdims: bool, x: Array) -> Array:
     x = xp.asarray(x)
     axes = normalize_axes(axis, x.ndim)
-    if any(x.shape[i] == 0 for i in axes):  # of nothing there is no `max`
+    if any(x.shape[i] == 0 for i in axes):  # an empty axis has no `max`
         shape = reduced(x.shape, axis, keepdims)
         return xp.full(shape, -np.inf, dtype=x.dtype)
     peak = x.max(axis=axes, keepdims=True)
     # An infinite peak would give inf - inf.
     peak = xp.where(xp.isfinite(peak), peak, x.dtype.type(0))
-    # log(0) is meant: a sum of exp(-inf) is 0.
+    # log(0) is intended: a sum of exp(-inf) is 0.
     with np.errstate(divide="ignore"):
         total = xp.log(xp.exp(x - peak).sum(axis=axes, keepdims=True)) + peak
     return total if keepdims else total.reshape(reduced(x.shape, axis, False))
@@ -282,7 +282,7 @@ def _layer_norm(
 
 def _normal(xp: Namespace, axis: Axes, epsilon: float, x: Array) -> Array:
     """`x` with mean 0 and variance 1, though the squares of its values may be larger than any number."""
-    if xp is np:  # to look costs nothing here
+    if xp is np:  # checking is free on the host
         centred: Array = x - _mean(axis, x)
         variance = _mean(axis, centred * centred)
         if np.isfinite(variance).all():
@@ -401,7 +401,7 @@ def _embedding_spec(table: Spec, ids: Spec) -> Spec:
 
 def _embedding_kernel(xp: Namespace) -> Kernel:
     def look_up(table: Array, ids: Array) -> Array:
-        # On a GPU a negative id counts from the end: to look at the ids would make the host wait for it.
+        # On a GPU a negative id counts from the end: checking would make the host wait for the card.
         if xp is np and ids.size and ids.min() < 0:
             raise IndexError(f"id {ids.min()} is below 0: ids are rows, counted from 0")
         return table[ids]

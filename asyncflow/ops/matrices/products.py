@@ -222,7 +222,7 @@ def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
     """
     at = static_int(axis, "axis")
     with graph_for(x1, x2):
-        if at >= 0:  # where ranks differ, that is another axis of each
+        if at >= 0:  # with different ranks, `at` names a different axis of each
             x1, x2, at = moveaxis(x1, at, -1), moveaxis(x2, at, -1), -1
         return _apply_product(VECDOT, x1, x2, axis=at)
 
@@ -334,7 +334,7 @@ def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     # An optimized path contracts pairs with matrix products; for one or two operands it is the plain call.
     product = partial(xp.einsum, subscripts, optimize=True)
     if summed_in(dtype) == dtype:
-        # Of one operand it may be a view, which would keep the operand's memory.
+        # With one operand the result may be a view, which would keep the operand's memory.
         return (lambda x: xp.array(product(x))) if len(_parse(subscripts)[0]) == 1 else product
     return lambda *xs: product(*(x.astype(summed_in(dtype)) for x in xs)).astype(dtype)
 
@@ -360,7 +360,7 @@ def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:
         tensors = promote_operands(*operands)
         subscripts = _spelled_out(subscripts, tensors)
         _parse(subscripts)
-        # NumPy contracts pairs as they are, so the first of them would be multiplied in their dtype.
+        # NumPy contracts pairs without promotion, so early pairs would be multiplied in their own dtype.
         dtype = promoted_dtype(x.dtype for x in tensors)
         return _apply_product(
             EINSUM, *(x if x.dtype == dtype else astype(x, dtype) for x in tensors), subscripts=subscripts

@@ -124,7 +124,7 @@ class RowAxis:
 
     def among(self, count: Tensor, numbers: Callable[[], Tensor], extent: int | None = None) -> RowAxis:
         """The axis of some of the rows."""
-        # Without `part`, whose places are of the rows before: `part_of` gives it anew.
+        # Without `part`, whose places belong to the former rows: `part_of` sets it again.
         return self._like(count=count, extent=extent, numbers=numbers, part=None)
 
     def part_of(self, whole: RowAxis, places: Tensor) -> RowAxis:
@@ -133,7 +133,7 @@ class RowAxis:
 
     def inside(self) -> RowAxis:
         """The same rows, inside of a loop."""
-        # One more loop stands between the firing's tag and every axis: numbers of rows go in front of it.
+        # One more loop stands between the firing's tag and every axis: row numbers go in front of it.
         outer = tuple((width, inside + 1, around) for width, inside, around in self.outer)
         return self._like(loops=self.loops + 1, outer=outer)
 
@@ -179,7 +179,7 @@ At least one input has rows, unless the op draws random numbers or makes somethi
 where it has no answer.
 """
 
-# By op, or by the name that several ops give as `rows=`; of an op that has both, its own rule holds.
+# By op, or by the name that several ops pass as `rows=`; a rule for the op itself wins.
 _rules: dict[Op | Rows | None, RowRule] = {}
 _reasons: dict[Op | Rows | None, str] = {}
 _alike: set[Op | Rows] = set()
@@ -246,7 +246,7 @@ def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
     op = node.op
     if op in _each:
         return list(inputs[: len(node.outputs)])
-    # Rows draw numbers of their own also where all that they draw by is common to them.
+    # Rows draw separate numbers even if all inputs of the draw are common to them.
     own = op.conduct.is_random or (op in _always and _always[op](node))
     has_rows = (any(inputs) or own) and op not in _alike
     return [has_rows] * len(node.outputs)
@@ -325,6 +325,6 @@ def _spread_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     x, count = inputs
     if count.has_rows:
         raise CannotLift(f"{node.name} makes another number of rows for each row")
-    # Spread in front of the lifted rows, as the kernel does it, and turned: a view, where a copy would be large.
+    # Spread in front of the lifted rows, as the kernel does, then transpose: a view, where a copy would be large.
     (whole,) = apply(SPREAD_ROWS, x.tensor, count.tensor, **node.attrs)
     return [permute_dims(whole, (1, 0, *range(2, x.rank + 2)))]

@@ -61,7 +61,7 @@ class Ports:
     def copy_in(self, device: AsynchronousDevice, feeds: list[Value], begin: Callable[[list[Value]], None]) -> None:
         """Calls ``begin(feeds)`` once the fed values are on their way to the device."""
         executor, host_feeds = self._executor, self._executor.scheduler.partition.host_feeds
-        # One more than there are copies, so that nothing begins before all have been asked for.
+        # One more than the copies, so that `begin` is not called before all copies are requested.
         left = 1
 
         def arrived() -> None:
@@ -101,14 +101,14 @@ class Ports:
         outputs: list[Placed] = [*answer.outputs] if isinstance(answer.outputs, tuple) else [answer.outputs]
         stores = {index: outputs[index] for index in answer.placed if isinstance(outputs[index], StoreContent)}
         parts = {index: list(stores[index].arrays if index in stores else [outputs[index]]) for index in answer.placed}
-        # In a store, a scalar was on the host, and an array of rank 0 on the card.
+        # In a store, scalars were on the host, and 0-d arrays on the card.
         asked = [
             (each, at)
             for index, each in parts.items()
             for at, x in enumerate(each)
             if not (index in stores and isinstance(x, np.generic))
         ]
-        # One more than there are copies: without any, as of a store without elements, the firing still ends.
+        # One more than the copies: the firing must end even without any, as for a store without elements.
         left = len(asked) + 1
 
         def take(each: list[Placed], at: int, copied: Placed, error: BaseException | None) -> None:
@@ -127,7 +127,7 @@ class Ports:
             try:
                 for index, each in parts.items():
                     outputs[index] = made_on(device, stores[index], each) if index in stores else each[0]
-            except Exception as error:  # such as no room for the rows
+            except Exception as error:  # such as out of memory
                 executor.kernel_failed(error, node, iteration, inputs)
                 return
             result = outputs[0] if node.single else tuple(outputs)
@@ -212,7 +212,7 @@ class Ports:
         with recording(device, here), nullcontext() if sender is None else recording(sender, there):
             device.receive(value, source, deliver, None if sender is None else sent_ns)
         executor.record_spans(here, device, node, iteration, value)
-        if sender is not None:  # a copy through the host has a part there
+        if sender is not None:  # a copy through the host has a span there
             executor.record_spans(there, sender, node, iteration, value)
 
     def take_incoming(self) -> None:
@@ -223,7 +223,7 @@ class Ports:
         if self._executor.recorder is not None:
             self._executor.recorder.transfer(node, iteration, value, sent_ns)
         self._executor.complete(node, iteration, (), value)
-        # Not driven at once: the sender is being driven, and its turn has to end.
+        # Queue it: the sender is being driven, and its turn has to end first.
         self._run.turn.enqueue(self._executor)
 
     # -- to the host ---------------------------------------------------------------------------------------------

@@ -35,8 +35,7 @@ class PriorityShares:
         if not self._owed:
             return min(costs)
         own = 1 - share_of(len(costs))
-        # Among priorities owed the same, the most important goes first: a burst with one request for each keeps its
-        # order.
+        # Of priorities owed the same, the most important goes first: a burst with one request each keeps its order.
         left = {each: self._owed.get(each, 0.0) - own * cost for each, cost in costs.items()}
         most = max(left.values())
         return min(costs) if most < 0 else min(each for each, owed in left.items() if owed == most)

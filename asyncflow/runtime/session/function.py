@@ -72,7 +72,7 @@ class Function(Generic[P]):
         if isinstance(fn, classmethod):
             raise GraphError(f"@classmethod stands above @af.function, not below it: {fn.__func__.__qualname__}")
         functools.update_wrapper(self, fn)
-        # With a static method below, it is one itself.
+        # Around a static method, the function is one, too.
         self._binds = not isinstance(fn, staticmethod)
         self.fn = fn
         self._effects: Literal["ordered", "unordered"] = effects
@@ -146,8 +146,7 @@ class Function(Generic[P]):
         if arguments.key in self._traces:
             traced = self._traced(arguments)
         else:
-            # A task of its own has no line of the user in its call stack. Where every call builds the location, a
-            # call takes a third longer.
+            # A new task has no user line in its call stack. Locating every call would slow calls by a third.
             with located_at(SourceLocation(code.co_filename, line, code.co_name)):
                 traced = self._traced(arguments)
         session = current_session()
@@ -198,7 +197,7 @@ class Function(Generic[P]):
         try:
             return self.fn(*args, **kwargs)
         except RecursionError:
-            # A recursion that ends by itself, on a Python number say, is welcome: only the stack tells the others.
+            # Recursion that ends, on a Python number say, is allowed: only a stack overflow reveals endless recursion.
             if code not in inside:
                 raise
             raise GraphError(
@@ -236,8 +235,7 @@ async def _loop_session() -> Session:
 
 
 async def _session_until_loop_ends(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Session]:
-    # `asyncio.run` and its like finish asynchronous generators before they close the loop: the one hook a library
-    # has to end with the loop.
+    # `asyncio.run` finishes asynchronous generators before it closes the loop: the only hook for a library.
     session = Session()
     try:
         yield session

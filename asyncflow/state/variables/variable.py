@@ -223,7 +223,7 @@ def _declared(value: TensorLike | Spec, dtype: DTypeLike | None, shape: ShapeLik
             f"write Variable(af.spec(dtype, shape)) and assign the tensor to it"
         )
     array = as_array(value, None if dtype is None else as_dtype(dtype))
-    array.flags.writeable = False  # every session that has no value yet begins with this very array
+    array.flags.writeable = False  # sessions without a value start with this very array
     declared = array.shape if shape is None else as_shape(shape)
     if not is_compatible(array.shape, declared):
         raise ShapeError(
@@ -257,7 +257,7 @@ def _assign_spec(x: Spec, *, variable: Variable) -> Spec:
 def _arithmetic_spec(ufunc: np.ufunc) -> Callable[..., Spec]:
     def infer(x: Spec, *, variable: Variable) -> Spec:
         if x.dtype != variable.dtype:
-            return _fitting(variable, x)  # which raises: no promotion, as it would change the variable's dtype
+            return _fitting(variable, x)  # raises: promotion would change the variable's dtype
         return _fitting(variable, Spec(ufunc_dtype(ufunc, x.dtype, x.dtype), broadcast([variable.shape, x.shape])))
 
     return infer
@@ -291,7 +291,7 @@ def _read_kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
 VARIABLE_READ = define(
     "variable_read", lambda *, variable: variable.spec, _read_kernel, effects=_effects(Access.READ), traits=KERNELS
 )
-# A CUDA graph holds these: a variable is an input of it, and a result. A user's update below it does not.
+# CUDA graphs may contain these ops, with the variable as input and result, but not a user's update below.
 ASSIGN = define(
     "variable_assign",
     _assign_spec,
@@ -329,7 +329,7 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
         result = body.import_tensor(variable._own(returned))
     body.results.append(result)
     body.closed = True
-    check_pure(body, label)  # the state runs it again if another write has come between
+    check_pure(body, label)  # the state runs it again after a concurrent write
     attrs = {"variable": variable, "function": body}
     try:
         spec = _update_spec(variable=variable, function=body)

@@ -99,7 +99,7 @@ class ThreadStream:
             self._mailbox = mailbox = Mailbox(loop, ThreadSubmission.finish, ThreadSubmission.drop)
         submission = ThreadSubmission([(work, args)], deliver, mailbox)
         self._give(submission.run)
-        mailbox.expect()  # after `_give`, which raises on a closed stream; posts are taken out on this thread, later
+        mailbox.expect()  # after `_give`, which raises on a closed stream; this thread takes posts out later
         return submission
 
     def record(self) -> ThreadEvent:
@@ -123,7 +123,7 @@ class ThreadStream:
         if not isinstance(event, ThreadEvent):
             raise TypeError(f"stream {self.name} can wait for a ThreadEvent, not for {type(event).__name__}")
         self._queue.refuse_if_closed()
-        # A job that waits for an event of its own stream would be behind the point that it waits for.
+        # An event of the same stream needs no wait: jobs run in order.
         if event.queue is not self._queue and not event.done():
             self._give(event.hold_up)
 
@@ -149,7 +149,7 @@ class ThreadStream:
         except TimeoutError:
             self._queue.abandoned = True
             return False
-        self._thread.join()  # signalling was its last act, so this takes microseconds
+        self._thread.join()  # the thread signals last, so this takes microseconds
         return True
 
     def _give(self, job: _ThreadJob) -> None:
@@ -294,7 +294,7 @@ class ThreadSubmission:
         try:
             deliver(result, error, self.started_ns, self.ended_ns)
         finally:
-            del error  # its traceback may lead to this frame, and that would be a cycle
+            del error  # its traceback may refer to this frame: avoid a cycle
 
     def drop(self) -> None:
         """Drop all references: no caller waits for the outcome any more."""

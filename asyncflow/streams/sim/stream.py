@@ -95,7 +95,7 @@ class SimEvent:
         host = self.stream.host
         if host.now_ns() < self.time_ns:
             return False
-        host.observe(self)  # a program that has asked may rely on it, as on a card: this orders later launches
+        host.observe(self)  # the program may rely on the answer, as on a card: this orders later launches
         return True
 
     async def wait(self) -> None:
@@ -183,7 +183,7 @@ class SimStream:
             self._refuse_if_stopped()
         host = self.host
         started_ns = now_ns = host.loop.now_ns
-        # Comparisons: `max` would take as long as all else here.
+        # Comparisons, as `max` would double the time of this method.
         if started_ns < self.free_at_ns:
             started_ns = self.free_at_ns
         if started_ns < self._waits_ns:
@@ -222,7 +222,7 @@ class SimStream:
         Raises:
             SessionClosedError: the stream is closed.
         """
-        event = self.launch(0)  # takes no time, but has its place in the order
+        event = self.launch(0)  # takes no time, but a place in the order
         self._jobs.append(_SimJob(event, partial(work, *args)))
         self.host.loop.call_at_ns(event.time_ns, self._settle)
 
@@ -288,7 +288,7 @@ class SimStream:
         """Take over the host's knowledge: work given from here on comes after it."""
         host = self.host
         self._host_version = host.version
-        # Most news is known here already. A clock that stays the same object stays shared by the events.
+        # Usually all of this is known. Keep the same object then, as events share it.
         if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
             self._seen = _merged(self._seen, host.seen.items(), self)
 

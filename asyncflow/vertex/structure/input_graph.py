@@ -74,7 +74,7 @@ class InputGraph:
     heights: Array | Tensor | None = None
 
     def __post_init__(self) -> None:
-        # A nest takes a graph apart and puts it together again, with any leaves: tensors, specs, paths.
+        # Nests take graphs apart and rebuild them with any leaves: tensors, specs, paths.
         if not isinstance(self.offsets, np.ndarray | list | tuple):
             return
         parts = named_parts(self)
@@ -124,7 +124,7 @@ class InputGraph:
         found: list[object] = []
         parents: list[int] = []
         waiting: list[tuple[object, int]] = [(tree, -1)]
-        # With a stack of its own: a nest may be deeper than Python's recursion goes. Numbers are turned round below.
+        # An explicit stack: a nest may be deeper than Python's recursion limit. Numbers are reversed below.
         while waiting:  # from right to left, parents first
             item, parent = waiting.pop()
             if item == () and type(item) is tuple:
@@ -161,7 +161,7 @@ class InputGraph:
         for sample in np.flatnonzero(steps < 0):
             raise GraphError(f"lengths of chains are 0 or more; that of sample {sample} is {steps[sample]}")
         samples = _starts(steps)
-        # One child each, but none for the first of a sample; so heights are the places in the sample.
+        # Each vertex has one child, except the first of a sample, so heights are places in the sample.
         counts = np.ones(samples[-1], np.int64)
         counts[samples[:-1][steps > 0]] = 0
         numbers = np.arange(samples[-1]) - samples[:-1].repeat(steps)
@@ -275,7 +275,7 @@ class InputGraph:
     @classmethod
     def _of(cls, *arrays: Array | None) -> InputGraph:
         """Make a graph of checked, immutable arrays."""
-        graph = object.__new__(cls)  # past `__post_init__`, which would check them and find the heights again
+        graph = object.__new__(cls)  # bypasses `__post_init__`, which would check again and recompute the heights
         graph._keep(*arrays)
         return graph
 

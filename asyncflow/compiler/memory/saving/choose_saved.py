@@ -75,7 +75,7 @@ def choose_saved(graph: Graph) -> None:
     paths = StorePaths(graph)
     for loop in loops:
         asked = {node.device for node in loop.body.walk() if node.device is not None}
-        if len(asked) < 2:  # else a value is saved where it is made
+        if len(asked) < 2:  # with several devices, values are saved where they are made
             change = SavedChange(loop, paths)
             if change.gains:
                 change.apply()
@@ -135,7 +135,7 @@ class SavedChange:
         if needed:
             cut = self._best(needed)
             chosen = {self.values[number] for number in cut.kept}
-            # Where an extent is 1, values without that extent may be the larger ones: no stand-in may need more bytes.
+            # If an extent is 1, values without it may be larger: no stand-in extent may lead to more bytes.
             if self._price(cut) < self._saved_bytes(self.kept) and all(
                 self._saved_bytes(chosen, extent) <= self._saved_bytes(self.kept, extent) for extent in _EXTENTS
             ):
@@ -194,8 +194,8 @@ class SavedChange:
             [] if price is None else [self.numbers[x] for x in value.node.inputs if x in self.numbers]
             for value, price in zip(self.values, self._prices, strict=True)
         ]
-        # A cut pays for each value by itself, and so several times for a buffer with several names. Paying once is no
-        # matter of one cut: so each combination of the largest such buffers is tried as paid for, up to 16.
+        # A cut pays for each value, so several times for a buffer with several names. One cut cannot pay once, so try
+        # each combination of the largest such buffers as already paid for, up to 16.
         names: dict[Tensor, list[int]] = defaultdict(list)
         for number, buffer in enumerate(buffers):
             names[buffer].append(number)
@@ -239,7 +239,7 @@ class SavedChange:
         """Save `kept`, and compute the other values again where they are read."""
         kept, dropped = self.kept, self.dropped
         stores = {**self.pinned, **{value: store for value, store in self.wanted.items() if value in kept}}
-        for value in self.values:  # in order: a set has another one in each process, and so would its stores
+        for value in self.values:  # in list order: a set's order, and so the order of stores, differs between processes
             if value in kept and value not in stores:
                 stores[value] = self.paths.add_store(dropped[0], value, beside=dropped[0].save)
         places: dict[Graph, dict[Node, StoreReader]] = defaultdict(dict)
@@ -282,7 +282,7 @@ class _ComputedAgain(Copier):
 
     def known(self, x: Tensor) -> Tensor | None:
         """See `Copier.known`."""
-        # Asked for each input of a copied node, so copying ends at saved values, and at values that need no saving.
+        # Called for each input of a copied node: copying ends at saved values, and at values that need no saving.
         reader, paths = self.reader, self.loop.paths
         if self.loop.is_free(x):
             return _brought(x, self.loop.loop, reader, paths)
@@ -298,7 +298,7 @@ class _ComputedAgain(Copier):
 
 def _inserted(node: Node, inputs: Sequence[Tensor], reader: StoreReader, paths: StorePaths) -> Node:
     """A copy of a node, behind `reader`."""
-    # As if the gradient had computed it: errors and listings find the differentiated node by the name.
+    # Named as a node of the gradient: errors and listings find the differentiated node by the name.
     graph = reader.node.graph
     name = graph.reserve(f"{reader.node.name.rpartition('/')[0]}/{node.name.rpartition('/')[2]}")
     paths.insert(copied(node, graph, inputs, name), behind=reader.node)

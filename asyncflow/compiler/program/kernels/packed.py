@@ -156,7 +156,7 @@ class PackedChain:
             layout = self._found(inputs, key)
         if layout is None:
             return self._one_by_one(*inputs)
-        # Strides are not known before: an array in another order would have its elements at other places.
+        # Check the strides, unknown until now: in another order, elements would be at other places.
         if out is not None and out.shape == layout.shapes[0] and out.flags.c_contiguous:
             outputs = [out]
         else:
@@ -168,7 +168,7 @@ class PackedChain:
     def _launch(self, layout: _Launch, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> None:
         kernel, dtypes = layout.kernel, self._dtypes
         assert kernel is not None
-        # Another thread may launch the same kernel meanwhile, with a record of its own.
+        # Another thread may launch the same kernel meanwhile, with its own record.
         record = layout.records.pop() if layout.records else kernel.record(layout.values)
         values = record.values
         for slot, source, offset in layout.reads:
@@ -192,8 +192,8 @@ class PackedChain:
         for value, place in zip(inputs, key, strict=True):
             if place is None and np.ndim(value):
                 raise InternalError(f"{self._name}: an array of the host is an operand")
-        layout = self._layout(key) if any(key) else None  # of numbers alone nothing is on the device
-        # All at once: each is found again in some microseconds, and to note the order of use would cost every call.
+        layout = self._layout(key) if any(key) else None  # numbers alone are not on the device
+        # Drop all at once: finding one again takes microseconds, but tracking the order of use would slow every call.
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()
         self._layouts[key] = layout
@@ -202,7 +202,7 @@ class PackedChain:
     def _layout(self, key: Sequence[tuple[Lengths, Lengths] | None]) -> _Launch | None:
         """Return the launch; None if one kernel cannot do it."""
         chain = self._chain
-        # The common case, found without NumPy: it comes with each length of ragged batches and growing caches.
+        # The common case, found without NumPy: it occurs for each length of ragged batches and growing caches.
         if (loop := self._common_shape(key)) is not None:
             lies: list[Lie] = ["number" if key[read.source] is None else "flat" for read in self._body.reads]
             flat: list[Lie] = ["flat"] * len(self._outputs)
@@ -235,7 +235,7 @@ class PackedChain:
         sizes: Lengths = (size,)
         if chain.reduced:
             sizes = rows_of(chain, loop)
-            # One block would work on the row while the others of the card are idle.
+            # For long rows, one block would work while the card's other blocks are idle.
             if sizes[1] > LONGEST_ROW:
                 return None
             form = form._replace(lanes=lanes_of(sizes[1]))
@@ -253,7 +253,7 @@ class PackedChain:
         for place, dtype in zip(key, self._dtypes, strict=True):
             if place is not None and place[1] != steps_of(shape, dtype.itemsize):
                 return None
-        # An output of numbers alone would have no axes.
+        # An output that depends only on numbers would have no axes.
         depend = all(any(key[source] is not None for source in sources) for sources in self._chain.sources)
         return shape if depend else None
 

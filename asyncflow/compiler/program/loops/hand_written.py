@@ -196,10 +196,10 @@ class HandWritten:
             inside = output_frame(node, path)
             return runs, None if runs is None or self.held(inside) is not None else Live(inside)
         if node.op is EXIT:
-            # An Exit of a loop is live once, by one side of one predicate; that of a plain frame whenever the frame is.
+            # An Exit of a loop is live once, by one side of one predicate; an Exit of a plain frame with its frame.
             if runs is None or node in self._odd_exits or len(runs.sides) != bool(self.frames[path].following):
                 return runs, None
-            return runs, self.frames[path].around  # that it leaves a loop by the other side is checked later
+            return runs, self.frames[path].around  # a later check makes sure that it leaves the loop by the other side
         return runs, runs
 
     def _runs(self, node: Node, path: FramePath) -> Live | None:
@@ -212,7 +212,7 @@ class HandWritten:
         sides: frozenset[Side] = frozenset()
         for live in waits_for:
             if live is None or (node.subgraphs and live != waits_for[0]):
-                return None  # of a branch or loop with one dead input, the rest may be live
+                return None  # a branch or loop with one dead input may have other live inputs
             sides |= live.sides
         return Live(path, sides)
 
@@ -307,7 +307,7 @@ class HandWritten:
 
 def _literal(pred: Tensor, side: bool) -> Side:
     """The meaning of `pred` being as `side` says, for the value that it is a copy or the opposite of."""
-    # Switches by a predicate, by its copy and by its negation are then known to depend on one.
+    # So Switches by a predicate, its copy or its negation are known to depend on one predicate.
     while pred.node.op in (LOOP_COND, IDENTITY, LOGICAL_NOT):
         side ^= pred.node.op is LOGICAL_NOT
         pred = pred.node.inputs[0]
@@ -321,8 +321,8 @@ def _merged(path: FramePath, inputs: Sequence[Live | None]) -> Live | None:
         if live is None:
             return None
         sides = live.sides
-        # Joining two sides of an inner predicate may leave the opposite of another input: of four inputs under two
-        # predicates, say, two pairs meet first, and then the pairs.
+        # Joining two sides of an inner predicate may leave the opposite of another input. Four inputs under two
+        # predicates, say, meet first in pairs, then the pairs meet.
         while (other := next((each for each in left if _are_opposite(each, sides)), None)) is not None:
             left.remove(other)
             sides &= other

@@ -133,7 +133,7 @@ class Interpreter:
 
     def put(self, buffers: Sequence[CupyArray], values: Sequence[Value]) -> None:
         """Write each value into its buffer, as if all at once."""
-        # A log is filled by kernels of its own, and is the same in all iterations.
+        # Skip logs: separate kernels fill them, and they are the same in all iterations.
         arrays = [place for place, buffer in enumerate(buffers) if not isinstance(buffer, Log)]
         buffers, values = [buffers[place] for place in arrays], list(values)
         values = [values[place] for place in arrays]
@@ -177,8 +177,8 @@ class LoopGraph:
         rehearsed = Interpreter(cupy, rehearsal)
         self._n_logs = len(logs_in(variables))
         self._state = _state_of(cupy, Limits(1), self._n_logs)
-        # In the order of `logs_in`, by which the launcher finds the log that is full. Logs that are only read have
-        # numbers, too, which no kernel looks at.
+        # Numbered in the order of `logs_in`, by which the launcher finds the full log. Logs that are only read have
+        # numbers, too, which no kernel uses.
         numbers = itertools.count()
         self._variables = [rehearsed.buffer_for(self._seen(value, numbers)) for value in variables]
         self._captures = [self._seen(value, numbers) for value in captures]
@@ -186,13 +186,13 @@ class LoopGraph:
         self._starts: dict[Limits, Raw] = {}
         self._fill(variables, captures)
         loop = Loop(*functions, self._variables, self._captures)
-        # Compiles all kernels: in a capture nothing may have to be loaded.
+        # Compile all kernels first: a capture must not load modules.
         rehearsed.run(loop, self._variables)
         capture(raw, lambda: rehearsed.run(loop, self._variables))
         # Never given memory of their own: see `PrivateMemory`.
         sides = [cupy.cuda.Stream(non_blocking=True) for _ in range(rehearsal.depth)]
         nodes = ConditionalNodes(cupy, raw, sides, bindings, self._state)
-        # Constants are in the functions, and the kernels that decide in the nodes.
+        # The functions hold constants, and the nodes hold the kernels that decide.
         self._held = functions, nodes
         self._graph, _ = capture(raw, lambda: Interpreter(cupy, nodes).run(loop, self._variables))
 
@@ -236,7 +236,7 @@ class LoopGraph:
             if isinstance(value, cupy.ndarray):
                 copy_into(cupy, buffer, value, self._raw)
             elif isinstance(value, Log):
-                # The table alone: kernels find the blocks by the addresses in it.
+                # Copy only the table: kernels find the blocks by its addresses.
                 for seen, log in zip(buffer.line(), value.line(), strict=True):
                     copy_into(cupy, seen.table, log.table, self._raw)
             elif isinstance(buffer, cupy.ndarray):
@@ -300,7 +300,7 @@ class DeviceLoop:
         bindings = self.bindings
         if bindings is None or self._graphs.is_refused:
             return None
-        # The gradient of a sum, for one, is a view of one number.
+        # Some values, such as the gradient of a sum, are views of one number.
         variables, captures = map(self._without_gaps, (variables, captures))
         return self._graphs.launched(
             self._key(variables, captures),
@@ -317,7 +317,7 @@ class DeviceLoop:
         shapes: list[Hashable] = []
         for value in variables:
             if isinstance(value, Log):
-                # However many entries it has: a longer log needs no other graph.
+                # Without the number of entries: a longer log needs no new graph.
                 shape: Hashable = value.spec
             else:
                 shape = array_key(value) if isinstance(value, ndarray) else _scalar_key(value)

@@ -65,7 +65,7 @@ class RunOfSets:
     def may_be_joined(self) -> bool:
         """Return whether other graphs may stand behind this one; its other faults are found with theirs."""
         offsets, children, samples, *more = self.graph
-        # A fault here would move the numbers of the next graph's vertices, and show as a fault of that run.
+        # Such a fault would shift the vertex numbers of the next graph, and appear as a fault of that run.
         return bool(
             len(offsets)
             and len(samples)
@@ -178,7 +178,7 @@ class VertexGroup(Generic[R]):
         # The vertex of a run that is last in execution order tells how many sets the run needs. `reduceat` has no empty
         # parts: members without vertices never get here (`sorted_out`).
         sets = set_starts.searchsorted(np.maximum.reduceat(positions, firsts), side="right").tolist()
-        # Roots ascend by number, so the roots of a run stand together. A rank is a position plus 1, for row 0.
+        # Roots ascend by number, so a run's roots stand together. Ranks are positions plus 1, as row 0 is reserved.
         roots = order[root_ranks - 1].searchsorted(firsts).tolist()
         places = [
             RunInGroup(member, first, count, root_ranks[start:end])
@@ -188,7 +188,7 @@ class VertexGroup(Generic[R]):
         ]
         own = [np.concatenate(rows).take(order, axis=0) for rows in zip(*(x.sets.own for x in members), strict=True)]
         found = [np.empty((len(order) + 1, *(extent or 0 for extent in (x.shape or ())[1:])), x.dtype) for x in specs]
-        # No other row is set: a set writes its rows before a set with a parent reads them.
+        # Only row 0 is set: each set writes its rows before the parents' set reads them.
         for slab, initial in zip(found, members[0].sets.initial, strict=False):
             slab[0] = initial
         return cls(places, positions, set_starts.tolist(), ranks, child_starts[0] if child_starts else None, own, found)
@@ -230,7 +230,7 @@ class VertexGroup(Generic[R]):
         if place.member.sets.size == len(self.positions):
             return self
         kept = np.sort(self.positions[place.vertices])
-        # From old ranks to new ones. Rank 0 stays 0, and so do ranks of other runs, to which no child here leads.
+        # Map old ranks to new ones. Rank 0 stays 0, as do ranks of other runs, which no child here refers to.
         ranks = np.zeros(len(self.positions) + 1, np.int64)
         ranks[kept + 1] = np.arange(1, len(kept) + 1)
         starts, chosen = None, kept
@@ -294,7 +294,7 @@ class VertexRows(Generic[R]):
             if member.is_gone:
                 continue
             if not sets.may_be_joined:
-                apart.append([member])  # to be ordered by itself, where its own fault is found
+                apart.append([member])  # scheduled alone, to report its own fault
             elif sets.size:
                 together.setdefault(sets.kind, []).append(member)
             else:
@@ -329,7 +329,7 @@ class VertexRows(Generic[R]):
         found = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
         if groups[0].child_starts is None:
             return found
-        # Numbers within this step, and so not the schedule's: rows of several groups stand side by side in it.
+        # Numbers within this step, not in the schedule, as the step joins rows of several groups.
         count = found.pop()
         starts = np.zeros(len(count) + 1, np.int64)
         count.cumsum(out=starts[1:])
