@@ -88,7 +88,7 @@ class Dependencies:
 
     def _of_structured(self, node: StructuredNode, given: Sequence[int]) -> list[int]:
         inputs, variables = self._summary(node)
-        unions = {mask: _union(given, mask) for mask in set(inputs)}  # variables that feed one another share theirs
+        unions = {mask: _union(given, mask) for mask in set(inputs)}  # variables that feed one another share a mask
         return [unions[mask] | inside for mask, inside in zip(inputs, variables, strict=True)]
 
     def _summary(self, node: StructuredNode) -> tuple[list[int], list[int]]:
@@ -126,7 +126,7 @@ def _closed(step: Sequence[int]) -> list[int]:
     feeds = [list(_places(mask & own)) for mask in step]
     closed = [0] * len(step)
     for ring in _rings(feeds):
-        # Variables that feed one another depend on the same, and on all that the rings found before depend on.
+        # Variables that feed one another have equal dependencies, including the dependencies of earlier rings.
         union = 0
         for place in ring:
             union |= step[place] | 1 << place

@@ -93,7 +93,7 @@ def _rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[
     attrs = node.attrs
     scattered = int(attrs["is_scattered"])
     grads, *rest = inputs
-    # The elements' numbers come first, and then the rows of each.
+    # Element numbers come first, then rows.
     template, sizes = row_template(node, rows, attrs["shape"], rest[scattered:])
     if template is None:
         sizes = [concat([sizes[0][1:2], sizes[0][:1], sizes[0][2:]])]
@@ -156,7 +156,7 @@ def _custom(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
                 raise GraphError(f"grad_fn of {rule.name} uses values of several rows, and {node.name} has one for all")
             return trace.unflatten(x.tensor for x in results)
         found, of_variables = trace.unflatten(map(rows.spread, results))
-        # A variable is one for all rows.
+        # All rows share a variable, so sum over rows.
         return found, [None if x is None else sum_of(x, axis=0, dtype=x.dtype) for x in of_variables]
 
     keep_copied_rule(outputs[0].node, rule, gradients_of_rows, [body.value(x).tensor for x in rule.captured])

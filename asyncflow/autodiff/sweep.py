@@ -143,12 +143,12 @@ class Sweep:
     def _step(self, node: Node) -> None:
         graph = graph_for()
         n_nodes, first = len(graph.nodes), graph.root.version
-        # An error in a run names the node that is differentiated, and its gradient asks for the same device.
+        # The name scope lets errors in a run name the differentiated node; the gradient requests the same device.
         with graph.scoped(name_scope=f"{graph.scope.name_scope}gradients/{node.name}/", device=node.device):
             grads = [None if tensor in self.stopped else self.gradient(tensor) for tensor in node.outputs]
             reached = self._derivative(node, grads)
         for made in graph.nodes[n_nodes:]:
-            # The error also gives the user's line of that node, but for what a user's own gradient has built.
+            # Errors also show the user's line of that node, except for nodes built by a user's own gradient.
             if made.id >= first and made.location == self._location:
                 made.location = node.location
         for tensor, grad in zip(node.inputs, reached, strict=True):

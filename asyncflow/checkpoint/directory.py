@@ -68,7 +68,7 @@ def find_step(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if os.path.isfile(path / NAME):  # which no name fails that is too long
+    if os.path.isfile(path / NAME):  # `isfile` does not raise for names that are too long
         return path
     found = steps(path)
     if not found:
@@ -94,7 +94,7 @@ def begin_step(root: Path, step: int) -> Path:
         )
     clean(root)
     temporary = _temporary(root, step)
-    _being_written.add(temporary.resolve())  # first: another thread may clean
+    _being_written.add(temporary.resolve())  # before `mkdir`, as another thread may clean up
     os.mkdir(temporary)
     return temporary
 

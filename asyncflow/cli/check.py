@@ -37,7 +37,7 @@ def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
     """
     checking = _Checking(runs)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RaceWarning)  # told below, and only once
+        warnings.simplefilter("ignore", RaceWarning)  # reported below, only once
         code = run_program(Target.parse(target), arguments, watching(checking.add), checking.add_graph)
     return checking.report() or (code if code in (0, INTERRUPTED) else _PROGRAM_FAILED)
 

@@ -48,7 +48,7 @@ def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = ()
         print(f"plan {count}, of {names or 'nothing'}:\n{plan.explain()}\n")
 
     listens = listening(tell) if shows_passes else listening(on_plan=on_plan)
-    trace = Trace(detail="region", capacity=0)  # for its counts alone
+    trace = Trace(detail="region", capacity=0)  # only for its counts
 
     @contextmanager
     def observed() -> Iterator[None]:

@@ -55,11 +55,11 @@ _COMMANDS = (*_WITH_VALUE, "checkpoint", "devices", "replay")
 _CHECK_EXAMPLES = """\
 examples:
   asyncflow check train.py:graph                 all effects of a graph, which is not run
-  asyncflow check train.py:main --epochs 3       a program is run, and every kind of run in it checked
-  asyncflow check serve.py:graph --runs 2        requests that are served at the same time
+  asyncflow check train.py:main --epochs 3       run a program, and check every kind of run in it
+  asyncflow check serve.py:graph --runs 2        check two requests served at the same time
 
-The exit code is 0 without races, 1 with some, 2 if the target makes no sense, 3 if there are none as far as the program
-came, but it failed.
+The exit code is 0 without races, 1 with races, 2 for an invalid target, and 3 if the program failed before any race was
+found.
 """
 
 _CHECKPOINT_EXAMPLES = f"""\
@@ -71,7 +71,7 @@ examples:
   asyncflow checkpoint verify checkpoints/run7/step-1200
   asyncflow checkpoint diff checkpoints/run7
 
-A directory of steps stands for its latest one. The exit code is 1 for a step that is damaged, and for two that differ.
+A directory of steps stands for its latest step. The exit code is 1 for a damaged step, and for steps that differ.
 """
 
 _EXPLAIN_EXAMPLES = f"""\
@@ -81,9 +81,9 @@ examples:
   asyncflow explain train.py:main --after fold
   asyncflow explain package.module:step --after hoist --after batch_loops --epochs 3
 
-Plans are printed as session.plan(...).explain() gives them. What a pass changes is printed as a diff of the graph's
-text, for each plan that the program's runs are compiled to. In a program, Session(dump="fold") prints it for the plans
-of one session, and Session(without=["fold"]) leaves the pass out.
+Prints plans like session.plan(...).explain(). For passes, prints a diff of the graph's text for each compiled plan. In
+a program, Session(dump="fold") prints this diff for the plans of one session, and Session(without=["fold"]) skips the
+pass.
 
 passes, in order:
 {indent(fill(", ".join(each.name for each in PASSES), 100), "  ")}
@@ -102,8 +102,8 @@ examples:
   asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program come last
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
-Runs are recorded as they are: loops, and the code between them, as a whole. With --detail node every node shows; runs
-are then interpreted, which takes some microseconds a node more, so their times differ from other runs.
+By default a loop, or the code between loops, is one entry of the timeline. --detail node shows every node: runs are
+then interpreted, which takes some more microseconds for each node, so their times differ from normal runs.
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline; .png and .svg need matplotlib.
 """
 
@@ -119,7 +119,8 @@ cards: {", ".join(CARDS)}
 links: {", ".join(LINKS)}
 hosts: {", ".join(f"{host.name} ({host.summary})" for host in HOSTS.values())}
 
-Sessions that name no devices open all of them. Time is virtual: what the program computes besides takes none.
+Sessions that name no devices open all of them. Time is virtual: only graph work takes time, the program's own Python
+code takes none.
 """
 
 
@@ -205,24 +206,24 @@ def _list_devices(options: argparse.Namespace, program_arguments: Sequence[str])
 def _add_check(add: _AddCommand) -> None:
     checked = add(
         "check",
-        help="name reads and writes of variables that nothing orders",
+        help="find races: reads and writes of variables without an order",
         description="Names the races of a graph, or of every graph that a program runs: reads and writes of one "
-        "variable that nothing orders, and their possible outcomes if the graph is small enough to try all orders.",
+        "variable without an order. If the graph is small enough to try all orders, shows their possible outcomes.",
         usage="asyncflow check [-h] target [--runs {1,2}] [arguments of the program ...]",
         epilog=_CHECK_EXAMPLES,
     )
     checked.set_defaults(do=lambda options, rest: check(options.target, rest, runs=options.runs))
     checked.add_argument(
         "target",
-        help="file.py:graph or package.module:graph, or what to run: file.py, or a function, a coroutine function or "
-        "an @af.function, as file.py:name or package.module:name",
+        help="a graph: file.py:graph or package.module:graph; or a program: file.py, or a function, coroutine function "
+        "or @af.function as file.py:name or package.module:name",
     )
     checked.add_argument(
         "--runs",
         type=int,
         choices=(1, 2),
         default=1,
-        help="2: also between two runs of one session that are in flight together (default: %(default)s)",
+        help="2: also find races between two concurrent runs of one session (default: %(default)s)",
     )
 
 
@@ -230,15 +231,15 @@ def _add_checkpoint(add: _AddCommand) -> None:
     parser = add(
         "checkpoint",
         help="list, show, verify and compare checkpoints",
-        description="Looks at checkpoints, which it leaves as they are.",
+        description="Inspects checkpoints, without changing them.",
         epilog=_CHECKPOINT_EXAMPLES,
     )
     parser.set_defaults(
         do=lambda options, rest: checkpoint(options.action, _paths_of_steps(options)), refuse=parser.error
     )
-    parser.add_argument("action", choices=tuple(ACTIONS), help="what to do; see below")
-    parser.add_argument("path", type=Path, help="a step, or the directory of several")
-    parser.add_argument("other", type=Path, nargs="?", help="of diff: the step to compare it with")
+    parser.add_argument("action", choices=tuple(ACTIONS), help="action; see below")
+    parser.add_argument("path", type=Path, help="a step, or a directory of steps")
+    parser.add_argument("other", type=Path, nargs="?", help="for diff: the step to compare with")
 
 
 def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
@@ -252,8 +253,8 @@ def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
 def _add_explain(add: _AddCommand) -> None:
     explained = add(
         "explain",
-        help="run a program, or take a graph, and show its plans, or what passes of the compiler change",
-        description="Runs a program, and prints the plans of its runs, or what passes of the compiler change in them.",
+        help="show the plans of a program or graph, or the changes by compiler passes",
+        description="Runs a program, and prints the plans of its runs, or the changes that compiler passes make.",
         usage="asyncflow explain [-h] target [--passes] [--after PASS]... [arguments of the program ...]",
         epilog=_EXPLAIN_EXAMPLES,
     )
@@ -261,14 +262,14 @@ def _add_explain(add: _AddCommand) -> None:
         do=lambda options, rest: explain(options.target, rest, passes=options.after, all_passes=options.passes)
     )
     _add_target(explained)
-    explained.add_argument("--passes", action="store_true", help="print what each pass changes, in place of the plans")
+    explained.add_argument("--passes", action="store_true", help="print the changes of each pass instead of the plans")
     explained.add_argument(
         "--after",
         metavar="PASS",
         choices=[each.name for each in PASSES],
         action="append",
         default=[],
-        help="print what this pass changes, in place of the plans; may be given several times",
+        help="print the changes of this pass instead of the plans; may be given several times",
     )
 
 
@@ -307,36 +308,36 @@ def _add_profile(add: _AddCommand) -> None:
         "--detail",
         choices=("region", "node"),
         default="region",
-        help="what really runs, or every node, interpreted (default: %(default)s)",
+        help="record compiled regions as they run, or every node, interpreted (default: %(default)s)",
     )
     profiled.add_argument(
-        "--top", metavar="N", type=_count, default=20, help="how many nodes to list (default: %(default)s)"
+        "--top", metavar="N", type=_count, default=20, help="number of nodes to list (default: %(default)s)"
     )
     profiled.add_argument(
         "--color-by",
         choices=("auto", "op", "node", "iteration"),
         default="auto",
-        help="what the colours of a .png or .svg stand for (default: the iteration if there is a loop, else the op)",
+        help="meaning of the colours of a .png or .svg (default: iteration if there is a loop, else op)",
     )
 
 
 def _add_replay(add: _AddCommand) -> None:
     replayed = add(
         "replay",
-        help="do a recorded run again, and say where it goes another way",
-        description="Does a run again that session.run(..., record=PATH) has recorded: every node in the place that it "
-        "had, bit by bit. Prints the values that were fetched, or the first firing that differs.",
+        help="replay a recorded run, and report where it differs",
+        description="Replays a run recorded by session.run(..., record=PATH): every node in its recorded order, bit by "
+        "bit. Prints the fetched values, or the first firing that differs.",
         formatter_class=argparse.HelpFormatter,
     )
     replayed.set_defaults(do=lambda options, rest: replay(options.path, options.target, live=options.live))
     replayed.add_argument("path", metavar="PATH", type=Path, help="the record")
     replayed.add_argument(
-        "--live", action="store_true", help="call your functions again, instead of giving what the record has of them"
+        "--live", action="store_true", help="call your functions again, instead of using their recorded results"
     )
     replayed.add_argument(
         "target",
         nargs="?",
-        help="the program's graph, where the record has none, as its ops are your own: file.py:name or "
+        help="the program's graph, if the record has none because it has ops of your own: file.py:name or "
         "package.module:name, of a Graph or a function that returns one",
     )
 
@@ -344,7 +345,7 @@ def _add_replay(add: _AddCommand) -> None:
 def _add_simulate(add: _AddCommand) -> None:
     simulated = add(
         "simulate",
-        help="run a program on a machine that is not there and predict its times",
+        help="run a program on simulated devices, and predict its times",
         description="Runs a program on simulated devices and virtual time, and prints the predicted time and memory.",
         usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] "
         "[--shapes-only [--iterations N]] [--host HOST] [--launches HOW] [arguments of the program ...]",
@@ -355,43 +356,41 @@ def _add_simulate(add: _AddCommand) -> None:
     simulated.add_argument(
         "--devices", metavar="MACHINE", type=_machine, help='cards and links, such as "8 x v100, nvlink2"'
     )
-    simulated.add_argument(
-        "--seed", metavar="N", type=_seed, default=0, help="of the jitter: the same one gives the same times"
-    )
+    simulated.add_argument("--seed", metavar="N", type=_seed, default=0, help="random seed for --jitter")
     simulated.add_argument(
         "--jitter",
         metavar="X",
         type=_jitter,
         default=0.0,
-        help="kernels and copies take up to this fraction more or less, at random (default: %(default)s)",
+        help="random deviation of kernel and copy times, up to this fraction (default: %(default)s)",
     )
     simulated.add_argument(
         "--shapes-only",
         action="store_true",
-        help="large arrays carry no data: fast, but branches cannot depend on them, and loops run --iterations times",
+        help="keep no data of large arrays: fast, but branches cannot depend on them, and loops run --iterations times",
     )
     simulated.add_argument(
         "--iterations",
         metavar="N",
         type=_iterations,
-        help="with --shapes-only: how often a loop runs whose condition depends on such arrays",
+        help="with --shapes-only: number of iterations of loops whose condition depends on such arrays",
     )
     simulated.add_argument(
         "--host",
         choices=tuple(HOSTS),
         default=DEFAULT_HOST.name,
-        help="what drives the devices, and how long it takes to (default: %(default)s, as measured)",
+        help="program that drives the devices, which sets the costs of launching (default: %(default)s, as measured)",
     )
     simulated.add_argument(
-        "--launches", choices=LAUNCHES, help="how kernels come to a card (default: as the host does it)"
+        "--launches", choices=LAUNCHES, help="granularity of launches on a card (default: that of the host)"
     )
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
-        help="what to run: file.py, or what to call, without arguments: file.py:name or package.module:name; "
-        "a function, a coroutine function or an @af.function",
+        help="program to run: file.py, or a function, coroutine function or @af.function without arguments: "
+        "file.py:name or package.module:name",
     )
 
 

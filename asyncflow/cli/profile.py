@@ -52,7 +52,7 @@ def profile(
     for path in outputs:
         check_destination(path)
     trace = Trace(detail=detail)
-    has_failed = True  # until the program is loaded
+    has_failed = True  # False once the program is loaded
 
     @contextmanager
     def observed() -> Iterator[None]:
@@ -68,9 +68,9 @@ def profile(
     code = run_program(Target.parse(target), arguments, observed())
     sys.stdout.flush()
     if has_failed and not trace.runs:
-        return code  # its traceback says it all
+        return code  # the program's traceback is shown already
     try:
-        # Before anything is printed: a pipe that its reader has closed must not cost the recording.
+        # Save before printing: a closed pipe must not lose the recording.
         for path in outputs:
             save(trace, path, color_by=color_by)
     finally:

@@ -53,7 +53,7 @@ def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Seq
     """
     for path in outputs:
         check_destination(path)
-    trace = Trace(detail="region")  # and yet every kernel: what a region launches is recorded one by one
+    trace = Trace(detail="region")  # still every kernel: simulated regions record their launches one by one
     called = Target.parse(target)
     with _rare_collections():
         with simulated_loops(build) as machines, shown_progress(trace, machines):
@@ -74,9 +74,9 @@ _YOUNG_OBJECTS = 100_000
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Let Python look for garbage less often: with its default of 700 that takes a quarter of a simulation's time."""
-    gc.freeze()  # objects made before, such as modules, are not looked at again
+    gc.freeze()  # skip older objects, such as modules
     first, *others = thresholds = gc.get_threshold()
-    if first:  # 0 turns the search off
+    if first:  # 0: collection is off
         gc.set_threshold(max(first, _YOUNG_OBJECTS), *others)
     try:
         yield
@@ -96,12 +96,12 @@ def simulated_loops(build: _Build) -> Iterator[Sequence[SimMachine]]:
     """
     with ExitStack() as cleanup:
         loops = _Loops(build, cleanup)
-        # Where `asyncio.Runner` looks, where programs look, and where `asyncflow.run` does.
+        # Where `asyncio.Runner`, programs and `asyncflow.run` look up a new loop.
         places: list[Any] = [asyncio.events, asyncio, asyncflow_loops]
         uvloop: Any = sys.modules.get("uvloop")
         if uvloop is not None:
             places.append(uvloop)
-            # It looks nowhere, and insists on a loop of its own kind.
+            # uvloop looks up none, and insists on its own kind of loop.
             cleanup.callback(setattr, uvloop, "run", uvloop.run)
             uvloop.run = loops.runner(uvloop.run)
         for place in places:
@@ -146,7 +146,7 @@ class _Loops:
         return run
 
     def _take(self) -> asyncio.AbstractEventLoop:
-        if self._next.is_taken:  # and not closed: the program wants a second one beside it
+        if self._next.is_taken:  # still open: the program wants a second loop
             self._next = self._prepare()
         self._next.is_taken = True
         return self._next

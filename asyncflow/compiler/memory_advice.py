@@ -75,12 +75,12 @@ def enough_bytes(partition: Partition, used: int, *, is_on_card: bool) -> int | 
     sizes = Sizes(())
     lasting = {x for node in inside if node.op in (VARIABLE_READ, *VARIABLE_WRITES) for x in node.outputs}
     standing = max(float(used), sum(map(sizes.of, lasting)))
-    # A view of a feed makes a CPU count the feed.
+    # A CPU counts a feed if a view of it is made.
     viewed = {x for node in inside if node.op.traits.is_cheap for x in node.inputs}
     fed = [x for node in nodes if node.op is FEED for x in node.outputs]
     total = sum(sizes.of(x) for x in fed if is_on_card or not viewed.isdisjoint((x, *_as_inputs(x, nodes))))
     for node in inside:
-        if isinstance(node, WhileNode):  # a variable's next value is there beside the present one
+        if isinstance(node, WhileNode):  # a variable's next value exists beside its current one
             total += sum(map(sizes.of, node.inputs[: node.n_vars]))
     for node in nodes:
         region: Region | None = node.attrs["region"] if node.op is REGION else None
@@ -89,7 +89,7 @@ def enough_bytes(partition: Partition, used: int, *, is_on_card: bool) -> int | 
     if is_on_card:
         total += sum(sizes.of(x) for node in inside if node.op is CONSTANT for x in node.outputs)
         total += _PIECE * len(values) + sum(sizes.of(x) for x in values if is_small_spec(x.spec))
-        # Kernels of several steps hold temporary arrays.
+        # Kernels with several steps hold temporary arrays.
         steps = [node for node in inside if not (node.op is FUSED or node.op.rows == "elementwise" or node.subgraphs)]
         total += max((sum(map(sizes.of, (*node.inputs, *node.outputs))) for node in steps), default=0.0)
     return ceil((standing + total) * (_IN_PIECES if is_on_card else 1.0))

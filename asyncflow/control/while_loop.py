@@ -147,7 +147,7 @@ def while_loop(
     node = None if pool is None else _add_pooled[0](*parts, pool)
     if node is None:
         node = add_loop(*parts, swap_memory)
-    result = variables.structure.unflatten(node.outputs[: len(variables.specs)])  # a pooled loop may give more
+    result = variables.structure.unflatten(node.outputs[: len(variables.specs)])  # a pooled loop may have more outputs
     return result if maximum_iterations is None else result[1]
 
 

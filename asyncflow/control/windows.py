@@ -57,7 +57,7 @@ def _shape_if_whole(x: Tensor) -> Shape:
             told = (inferred,) if isinstance(inferred, Spec) else inferred
             found.update({y: merge(y.shape, spec.shape) for y, spec in zip(node.outputs, told, strict=False)})
         except GraphError:
-            continue  # whole windows do not fit together, as their extents are said to
+            continue  # extents of whole windows contradict the declared ones
     shape: Shape = found.get(x, x.shape)
     return shape
 

@@ -150,7 +150,7 @@ class ToldAccount(MemoryAccount):
     def pause(self, holding: Holding, nbytes: int, ahead: int, *stores: tuple[SavedHeld | Unbound, ...]) -> None:
         """`tell` where a function may stop, if it has not for a while."""
         now = perf_counter_ns()
-        if not holding.due_ns:  # a short run tells where its loops end
+        if not holding.due_ns:  # a short run tells only where its loops end
             holding.due_ns = now + _MOST_NS // 4
         elif now >= holding.due_ns:
             holding.has_told = True

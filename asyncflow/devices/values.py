@@ -141,7 +141,7 @@ class RowsToJoin:
     join: Callable[[Namespace, Sequence[Placed]], Array]
 
 
-_OF_NUMPY = (np.ndarray, np.generic)  # a union made at each call would take longer than the check
+_OF_NUMPY = (np.ndarray, np.generic)  # building a union in each call would take longer than the check
 
 
 def is_array(value: object) -> bool:

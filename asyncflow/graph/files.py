@@ -55,7 +55,7 @@ def save_graph(graph: Graph, path: str | Path) -> None:
     try:
         beside.write_text(text, encoding="utf-8", newline="\n")
         beside.replace(target)
-    except OSError as error:  # it names the file beside
+    except OSError as error:  # it names the file next to it
         raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         with suppress(OSError):

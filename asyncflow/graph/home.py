@@ -201,7 +201,7 @@ class LeftOutputs:
         assert node is not None
         node._home.revived()
         outputs: object = node.outputs
-        if outputs is self:  # it stands in no graph any more
+        if outputs is self:  # its graph is gone
             node.outputs = self.restored(node)
         return node.outputs
 

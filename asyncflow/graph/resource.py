@@ -69,7 +69,7 @@ class Resource:
         return None
 
     def __copy__(self) -> Self:
-        return self  # its state in each session is found by its serial, and goes with it
+        return self  # sessions find its state by its serial, and drop the state with it
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -105,5 +105,5 @@ def revived(kind: str, attrs: Attrs) -> Resource:
         return _kinds[kind](attrs)
     except GraphError:
         raise
-    except Exception as error:  # a text may say anything
+    except Exception as error:  # a text may contain any attrs
         raise GraphError(f"this is no {kind}: {told(error)}") from error

@@ -53,7 +53,7 @@ class StructuredNode(Node):
 
     def __init__(self, *, attrs: Mapping[str, Any], **fields: Any) -> None:
         super().__init__(attrs=attrs, **fields)
-        # Passes ask each node for its bodies, so the answer is no call. A text may leave one out: see `verify`.
+        # An attribute, as passes read the bodies of each node. A text may leave one out: see `verify`.
         self.subgraphs = tuple(attrs[name] for name in self.body_names if name in attrs)
 
     @property

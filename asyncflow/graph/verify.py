@@ -40,7 +40,7 @@ def verify(graph: Graph) -> None:
             _check_registration(node, here, names, ids)
         for node in here.nodes:
             _check_edges(node, places)
-            # Bodies first: the shape rules of branches and loops take them for sound.
+            # Bodies first: shape rules of branches and loops rely on them.
             _check_bodies(node, places)
             _check_outputs(node)
 
@@ -145,7 +145,7 @@ def _check_outputs(node: Node) -> None:
     except Exception as error:
         if isinstance(error, ShapeError) and _may_be_dead(node):
             return
-        # Inputs and attrs that never went through `apply` may trip the rule anywhere.
+        # The rule may raise anything for inputs and attrs that `apply` has never checked.
         raise _fault(node, f"its op does not take {seen}: {told(error)}") from error
     if not specs_agree(inferred, node.specs):
         raise _fault(

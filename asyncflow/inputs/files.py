@@ -66,7 +66,7 @@ def read_lines(paths: Paths, *, encoding: str = "utf-8", prefetch: int = 4, name
                     for line in file:
                         number += 1
                         if not line.isascii():
-                            line.encode()  # no text has surrogates
+                            line.encode()  # raises for surrogates, which valid text never has
                         yield (line.removesuffix("\n"),)
                 except UnicodeError as error:
                     raise _not_text(path, number, encoding, error) from None
@@ -119,7 +119,7 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
                 raise ValueError(f"arrays of {path} have a first axis each, of one length; got shapes {shapes}")
             labels = [f"array {each!r} of {path}" if each else f"the array of {path}" for each in names]
             rows = Stacked(tuple(map(np.ascontiguousarray, arrays)))
-            for row in rows[:1]:  # all others are like the first
+            for row in rows[:1]:  # all others have the same dtypes and shapes
                 for value, leaf, label in zip(row, leaves, labels, strict=True):
                     as_value(value, leaf, label)
             if all(is_static(x.shape) and x.dtype == array.dtype for x, array in zip(leaves, arrays, strict=True)):
@@ -135,7 +135,7 @@ def _load(path: Path) -> dict[str, Array]:
         return _LOADERS[path.suffix](path)
     except (OSError, ImportError):
         raise
-    except Exception as error:  # each library has its own for a file that is damaged
+    except Exception as error:  # libraries raise their own errors for damaged files
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 

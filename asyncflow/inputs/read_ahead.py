@@ -126,7 +126,7 @@ class ReadAhead:
         return EndOfInput(str(self._end)) if isinstance(self._end, EndOfInput) else self._end
 
     async def _wait(self) -> None:
-        self._waiting += 1  # before the last look: the job looks at it after each element
+        self._waiting += 1  # before the last check, as the job checks it after each element
         self.waits += 1
         try:
             while not self._ready and self._end is None:
@@ -158,7 +158,7 @@ class ReadAhead:
         if job.cancelled():
             self._end = self._end or RuntimeError("reading was cancelled, and not by the session")
         elif (error := job.exception()) is not None:
-            # What would end the interpreter is not for the event loop of the application.
+            # Do not raise an error that would end the interpreter in the application's event loop.
             self._end = error if isinstance(error, Exception) else RuntimeError(f"reading ended with {error!r}")
         self._changed.set()
         if self._is_closing:
@@ -181,7 +181,7 @@ class ReadAhead:
                         return
                 self._pass_ended()
         except BaseException:
-            cast("Generator[Element | Stacked]", self._reading).close()  # a stage has failed, and the file is open
+            cast("Generator[Element | Stacked]", self._reading).close()  # a stage has failed: close the file
             raise
 
     async def _read_awaiting(self) -> None:

@@ -85,7 +85,7 @@ class _Shuffling:
         if first == len(elements):
             return ()
         found = list(elements[first:])
-        # The same numbers, however many are drawn at a time.
+        # Draw the same numbers, however many are drawn at a time.
         places = (
             [self._rng.integers(self._size)] if len(found) == 1 else self._rng.integers(self._size, size=len(found))
         )

@@ -104,8 +104,8 @@ class _Blocks:
         scores = xp.matmul(q * q.dtype.type(self.scale), self.of(1, items, seen).swapaxes(-1, -2))
         # The dtype's least number would mask as well, but would hide queries without keys.
         keys, unseen = xp.arange(seen.stop), scores.dtype.type(-np.inf)
-        # The first query of a block sees the keys up to its own number, so there may be nothing to leave out.
-        # The scores are this block's own, and are changed in place: they are the largest values there are.
+        # The first query of a block sees the keys up to its own number, so no key may need masking. The scores belong
+        # to this block, and change in place, as no value is larger.
         if self.causal and seen.stop > queries.start + 1:
             xp.copyto(scores, unseen, where=keys > xp.arange(queries.start, queries.stop)[:, None])
         if self.lengths is not None:

@@ -170,12 +170,12 @@ class _RnnLoop:
             handles = [body.add_input(ARRAY, "var") for _ in values]
             written = self._written(step, handles, self.outputs, values)
             body.results = [add(step, 1), *after, *ended_after, *written]
-        # Loop variables come before captures, though the last of them were made after the first captures.
+        # Loop variables come before captures, although some were made after captures.
         body.inputs = [step, *states, *ended, *handles]
         return structure
 
     def _input(self, x: Tensor) -> TensorArray:
-        # The rows are views of a tensor that lives anyway, so freeing them one by one would gain nothing.
+        # The rows are views of a tensor that stays alive, so freeing them one by one gains nothing.
         assert x.shape is not None
         row = Spec(x.dtype, self._rows(x.shape[1:]))
         array = TensorArray(row.dtype, self.count, element_shape=row.shape, clear_after_read=False)
@@ -245,7 +245,7 @@ class _RnnLoop:
     def _stacked(self, array: TensorArray) -> Tensor:
         if is_static(array.element_shape):
             return array.stack()
-        # A stack of no steps would not know how many sequences there are.
+        # A stack without steps would not know the number of sequences.
         steps, batch = self.sequences.steps, self.sequences.batch
         return reshaped(array.concat(), (steps, batch), 1)
 

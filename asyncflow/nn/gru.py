@@ -98,6 +98,6 @@ def gru_cell(x: TensorLike, state: TensorLike, weights: GRUWeights) -> tuple[Ten
         reset_on, update_on, candidate_on = split_gates(matmul(h, read.recurrent), 3, h.shape)
         reset, update = sigmoid(reset_in + reset_on), sigmoid(update_in + update_on)
         candidate = tanh(candidate_in + reset * plus(candidate_on, read.recurrent_bias))
-        # One product less than the formula above, and exact at z = 0 and close to it at 1.
+        # One product less than the formula above; exact at z = 0, and nearly so at 1.
         h = candidate + update * (h - candidate)
         return h, h

@@ -41,7 +41,7 @@ def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype
 
     def rotation() -> NDArray[np.float64]:
         q, r = np.linalg.qr(random.standard_normal((size, size)))
-        # With signs that depend on the algorithm it would not be drawn evenly.
+        # Fix the signs, which depend on the algorithm: otherwise the distribution would not be uniform.
         return q * np.sign(np.diag(r))
 
     return np.hstack([rotation() for _ in range(blocks)]).astype(as_dtype(dtype))

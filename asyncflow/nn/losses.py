@@ -23,7 +23,7 @@ from asyncflow.values import Array, Kernel, Namespace
 def _class_numbers_kernel(xp: Namespace) -> Kernel:
     def check(labels: Array, scores: Array) -> Array:
         classes = scores.shape[-1]
-        # A negative one would count from the last class. GPUs wrap all of them around: to look at them is to wait.
+        # A negative label would count from the last class. On GPUs labels wrap around, as checking would wait.
         if xp is np and labels.size and not 0 <= labels.min() <= labels.max() < classes:
             wrong = labels.min() if labels.min() < 0 else labels.max()
             raise IndexError(f"label {wrong} is no class: they are numbered from 0, and there are {classes}")
@@ -108,7 +108,7 @@ def sigmoid_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
                 f"sigmoid_cross_entropy: labels are of the dtype of the logits, or integers or booleans; got {z!r} for "
                 f"{x!r}"
             )
-        # Two terms without a difference of large numbers, whose derivatives are exact, too.
+        # Two terms without a difference of large numbers; their derivatives are exact, too.
         return z * softplus(negative(x)) + (1 - z) * softplus(x)
 
 

@@ -49,7 +49,7 @@ def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
 
     def pad(values: Array, *size: Array) -> Array:
         (rows,) = read(size)
-        if len(values) == rows:  # as in most steps, in which no sequence ends
+        if len(values) == rows:  # usual: no sequence ends in this step
             return values
         result = xp.zeros((rows, *values.shape[1:]), dtype=values.dtype)
         result[: len(values)] = values
@@ -109,7 +109,7 @@ def _order_kernel(xp: Namespace) -> Kernel:
                 "dynamic_rnn: lengths are one for each sequence, and every length is at least 0 and at most the extent "
                 f"of the time axis; lengths, steps, sequences:\n  {shown}\n  {steps}\n  {batch}"
             )
-        # Stable, both of them, so that they agree on sequences of one length.
+        # Both stable, so that they agree on sequences of one length.
         descending, ascending = np.argsort(-lengths, kind="stable"), np.argsort(lengths, kind="stable")
         longest = lengths.max(initial=0)
         counts = len(lengths) - np.searchsorted(lengths[ascending], np.arange(longest), side="right")

@@ -81,7 +81,7 @@ _idle: list[_Restarted] = []
 def _taken() -> _Restarted:
     try:
         return _idle.pop()
-    except IndexError:  # as many threads draw as there are
+    except IndexError:  # all are in use by other threads
         return _Restarted()
 
 

@@ -56,7 +56,7 @@ def promoted_dtype(operands: Iterable[DType | WeakScalar]) -> DType:
     if not strong:
         return promote(weak)
     common = promote(strong)
-    # NumPy knows bfloat16 as a foreign dtype and takes a weak float with it for a float64.
+    # For NumPy bfloat16 is a foreign dtype, and a weak float beside it a float64.
     if common.name == "bfloat16" and not any(isinstance(x, complex) for x in weak):
         return common
     return promote([common, *weak])
@@ -226,7 +226,7 @@ def promote_for(
 ) -> tuple[Tensor, ...]:
     """The operands as promoted tensors; an error names the op and the user's line."""
     if isinstance(x1, Tensor) and isinstance(x2, Tensor):
-        return x1, x2  # nothing to convert: `apply` brings them into the current graph
+        return x1, x2  # no conversion: `apply` brings them into the current graph
     try:
         return convert(x1, x2)
     except DTypeError as error:
@@ -253,7 +253,7 @@ def by_ufunc(ufunc: np.ufunc) -> Callable[..., Spec]:
     """Rule of an op that is NumPy's `ufunc`: its dtypes, broadcast shapes. Strings are refused."""
 
     def infer(*inputs: Spec) -> Spec:
-        # No generators: an element of one takes as long as a call, and half of all nodes come here.
+        # No generators: each element would take as long as a call, and half of all nodes come here.
         return Spec(ufunc_dtype(ufunc, *map(_dtype_of, inputs)), broadcast(map(_shape_of, inputs)))
 
     return infer
@@ -269,7 +269,7 @@ def ufunc_dtype(ufunc: np.ufunc, *inputs: DType) -> DType:
     seen = " and ".join(dtype_name(dtype) for dtype in inputs)
     if string in inputs or VARIANT in inputs:
         raise DTypeError(f"is not defined for {seen}; only numbers and booleans")
-    # Mixtures that NumPy computes in a dtype wider than both, such as bfloat16 with int32, are refused here.
+    # Refuse mixtures that NumPy computes in a dtype wider than both, such as bfloat16 with int32.
     promoted_dtype(inputs)
     try:
         *_, dtype = ufunc.resolve_dtypes((*inputs, *(None,) * ufunc.nout))

@@ -17,5 +17,5 @@ from asyncflow.optim.steps import adam, momentum, sgd
 
 __all__ = ["adam", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "minimize", "momentum", "sgd"]
 
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+if not TYPE_CHECKING:  # with `__getattr__`, every misspelt name would pass the type checker
     __getattr__, __dir__ = public_names("asyncflow.optim", __all__)

@@ -107,7 +107,7 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor:
 def _factor(what: str, norm: Tensor, max_norm: TensorLike) -> Tensor:
     """The factor to multiply by, at most 1."""
     bound = as_scalar(f"{what}: max_norm", max_norm, norm.dtype)
-    # Not 0 for an infinite norm: a step of zeros would look as if all were well.
+    # NaN for an infinite norm: a factor of 0 would hide the failure.
     return where(isfinite(norm), bound / maximum(norm, bound), math.nan)
 
 

@@ -123,7 +123,7 @@ def _arrow(transfer: Transfer, lanes: Sequence[TimelineLane], maker: _Place | No
     if bringer is not None:
         received_ns = _at(lanes, bringer).started_ns
     if maker is not None and _at(lanes, maker).started_ns > received_ns:
-        # The host passed the value on before the stream had made it.
+        # The host passed on the value before the stream computed it.
         maker = None
     if maker is not None:
         made = _at(lanes, maker)

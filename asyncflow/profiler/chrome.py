@@ -49,7 +49,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
         yield from _lane_events(lane, pids[lane.device], tid, origin)
     for device, tid in mark_tids.items():
         yield from _mark_events(arrows, device, pids[device], tid, origin)
-    # After the slices: of events at one moment, viewers take the first in the file first.
+    # After the slices: viewers process simultaneous events in file order.
     for flow_id, arrow in enumerate(arrows, start=1):
         for phase, end in (("s", arrow.start), ("f", arrow.end)):
             tid = mark_tids[end.device] if end.lane is None else first_tid + end.lane
@@ -153,13 +153,13 @@ def _flow_event(arrow: Arrow, phase: str, flow_id: int, pid: int, tid: int, time
         "ts": _microseconds(time_ns),
         "args": {"tag": transfer.tag, "run": transfer.run, "bytes": transfer.nbytes},
     }
-    # Without "e" the arrow would end at the next slice of the lane, not at the one it is in.
+    # Without "e" the arrow would end at the lane's next slice, not at the enclosing one.
     return event | {"bp": "e"} if phase == "f" else event
 
 
 def _run_events(trace: Trace, tid: int, origin: int) -> Iterator[Event]:
     asked = _requests_by_run(trace)
-    # Spans are paired by id. The run's own number will not do: two sessions may record into one trace.
+    # Spans are paired by id. Run numbers are not unique: two sessions may record into one trace.
     for span_id, run in enumerate(sorted(trace.runs, key=lambda run: run.started_ns), start=1):
         span: Event = {
             "name": run.label or f"run {run.run}",

@@ -62,7 +62,7 @@ def run_rows(trace: Trace) -> list[list[RunSpan]]:
 def split_rows(items: Sequence[_T], spans: Sequence[tuple[int, int]]) -> list[list[_T]]:
     """Deal ``items`` into rows by their spans' colours, each row by start."""
     if all(end <= start for (_, end), (start, _) in pairwise(spans)):
-        return [[*items]] if items else []  # the most firings are in such streams, by start
+        return [[*items]] if items else []  # usual: firings in order, without overlap
     order = sorted(range(len(items)), key=spans.__getitem__)
     colours = colour_spans(spans)
     rows: list[list[_T]] = [[] for _ in range(max(colours, default=-1) + 1)]

@@ -116,7 +116,7 @@ def explore(
     rules = Rules(program, seed)
     memory = initial_values(variables)
     search = _Exploring(rules, whole_number(runs, "explore(runs=)"), max_states, max_seconds)
-    with redirect_stdout(StringIO()):  # what the program prints, it would print in every order
+    with redirect_stdout(StringIO()):  # otherwise the program would print for every order
         search.run(lambda: rules.start(given, memory, runs))
     return Exploration(tuple(search.outcomes.values()), search.states, search.stopped)
 
@@ -137,7 +137,7 @@ class _Exploring:
             if self.fails:
                 self._search(start, reduced=False)
         except OutOfBounds as bound:
-            self.stopped = str(bound) or f"after max_seconds={self.max_seconds:g} seconds"  # as `OutOfTime` is silent
+            self.stopped = str(bound) or f"after max_seconds={self.max_seconds:g} seconds"  # `OutOfTime` has no message
 
     def _search(self, start: ProgramState, *, reduced: bool) -> None:
         """Searches all states, until a failure is found where not everything is tried."""

@@ -89,7 +89,7 @@ class NeededGraph:
             return fetch
         if not isinstance(fetch, Resource) or not hasattr(fetch, "__asyncflow_tensor__"):
             raise FetchError(f"a fetch is a tensor, node or variable of the graph, or a name; got {fetch!r}")
-        with Graph():  # the user's graph gets no node of ours
+        with Graph():  # do not add nodes to the user's graph
             read: Tensor = fetch.__asyncflow_tensor__()
         self._reads.append(read.node)
         return read
@@ -131,7 +131,7 @@ class NeededGraph:
             return
         self._needed.add(node)
         self._pending += node.control_inputs
-        if node.op is LOCK and "until" in node.attrs:  # whoever enters a section leaves it
+        if node.op is LOCK and "until" in node.attrs:  # a lock needs its unlock
             self._pending.append(self.graph.node(node.attrs["until"]))
         if node.op is PARAMETER:
             owner, place = self.homes[node]

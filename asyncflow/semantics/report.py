@@ -98,7 +98,7 @@ def _outcomes(
     if len(told) == 1 and not found.stopped:
         yield "  outcomes: one with these values, whatever is first"
     elif runs == len(races) == 1 and len(told) == 2 and not found.stopped and (firsts := _firsts(races[0], found)):
-        label = told[0].rpartition(" ")[0] + " "  # of a value that is one word
+        label = told[0].rpartition(" ")[0] + " "  # prefix of a value that is one word
         other = told[1].removeprefix(label)
         yield f"  outcomes: {told[0]} if the {firsts[0]} is first, {other} if the {firsts[1]} is"
     else:
@@ -106,7 +106,7 @@ def _outcomes(
         yield f"  outcomes, each with an order that leads to it{stopped}:"
         racing = {node.name for race in races for node in (race.first, race.second)}
         orders = [_order(outcome, racing) for outcome in found.outcomes]
-        lines = dict(zip(told, orders, strict=True))  # values that look alike are told once
+        lines = dict(zip(told, orders, strict=True))  # equal texts are shown once
         yield from (f"    {line}" for line in _shown([f"{each} after {lines[each]}" for each in lines], _MOST_OUTCOMES))
 
 

@@ -321,7 +321,7 @@ class Rules:
 
     def settle(self, state: ProgramState) -> None:
         """Fire all firings whose outcome does not depend on their moment."""
-        # Any order gives the same state, so the search does not branch here. Each round may make more firings ready.
+        # The search does not branch here, as every order gives the same state. Each round may make more firings ready.
         moved = True
         while moved:
             moved = False

@@ -118,7 +118,7 @@ class Edge:
         if isinstance(error, OverloadedError) and (hold_s := self._held.plan(self._hold_s)):
             headers["retry-after"] = str(max(int(headers["retry-after"]), ceil(hold_s)))
             await self._held.wait(hold_s)
-        if str(scope.get("http_version", "1.1")).startswith("1"):  # later ones have no such header
+        if str(scope.get("http_version", "1.1")).startswith("1"):  # HTTP/2 and later have no such header
             headers["connection"] = "close"
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
@@ -202,7 +202,7 @@ async def _linger(receive: Receive) -> None:
         async with asyncio.timeout(_LINGER_S):
             while nbytes < _LINGER_BYTES:
                 message = await receive()
-                if not message.get("more_body"):  # or the client has gone
+                if not message.get("more_body"):  # the end, or the client has gone
                     return
                 nbytes += len(cast("bytes", message.get("body", b"")))
     except TimeoutError:

@@ -101,7 +101,7 @@ class Lifespan:
         Raises:
             TypeError, ValueError: an argument is not that.
         """
-        given: object = passes  # which callers may get wrong
+        given: object = passes  # callers may pass a wrong type
         if isinstance(given, str) or not isinstance(given, Collection) or not all(type(each) is str for each in given):
             raise TypeError(f"passes is a list of paths, such as ['/livez', '/static/*']; got {brief(given)}")
         if not callable(app):
@@ -236,7 +236,7 @@ def lifespan(
     grace_s = as_seconds(grace_s, "grace_s")
     if warm_up is not None and not callable(warm_up):
         raise TypeError(f"{_WARM_UP}; got {brief(warm_up)}")
-    given: object = beside  # which callers may get wrong
+    given: object = beside  # callers may pass a wrong type
     if not isinstance(given, Sequence) or not all(isinstance(each, AbstractAsyncContextManager) for each in given):
         raise TypeError(f"beside is a list of what `async with` takes, such as Metrics(session); got {brief(given)}")
     return Lifespan(session, warm_up=warm_up, beside=beside, grace_s=grace_s, drain_on=drain_on)

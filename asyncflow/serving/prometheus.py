@@ -135,7 +135,7 @@ class PrometheusWorker:
                     continue
                 self._set(metric, name, f"{name}_sum", names, found, value)
                 below = 0
-                for bound, count in buckets:  # the library adds them up
+                for bound, count in buckets:  # the library adds up the buckets
                     at = (*found, _bound(bound))
                     self._set(metric, name, f"{name}_bucket", (*names, "le"), at, count - below)
                     below = count

@@ -122,7 +122,7 @@ def error_response(
     Raises:
         TypeError: `error` is none.
     """
-    given: object = error  # which callers may get wrong
+    given: object = error  # callers may pass a wrong type
     if not isinstance(given, BaseException):
         raise TypeError(f"error_response takes an exception; got {brief(given)}")
     status = status_code(error, overloaded=overloaded, late=late)
@@ -132,7 +132,7 @@ def error_response(
     body = json.dumps({"error": type(error).__name__, "message": message}).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     if status in (429, 503):
-        # Of whole seconds, as HTTP has it; 0 would be an invitation to ask again at once.
+        # Whole seconds, as HTTP requires; 0 would invite an immediate retry.
         headers["retry-after"] = str(max(1, math.ceil(getattr(error, "retry_after_s", 0.0))))
     return ErrorResponse(status, headers, body)
 
@@ -142,4 +142,4 @@ async def respond(request: object, error: Exception) -> Response:
 
     Where `asyncio.timeout` is around a run, with ``TimeoutError: serving.respond``, too.
     """
-    return cast("Response", error_response(error))  # all that they do with it is to call it
+    return cast("Response", error_response(error))  # frameworks only call it

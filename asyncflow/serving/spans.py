@@ -69,7 +69,7 @@ class Spans:
         """Wait up to 5 s for the remaining exports."""
         if self._remove is not None:
             self._remove()
-        for run, span in self._spans.items():  # of runs that go on
+        for run, span in self._spans.items():  # runs still in flight
             self._hand_over(partial(span.end, end_time=self._ns(run.asked_s)))
         self._spans.clear()
         self._pending.put(None)
@@ -91,7 +91,7 @@ class Spans:
 
         assert run.ended_s is not None
         span = self._spans.pop(run, None)
-        if span is None:  # it began before this was entered
+        if span is None:  # the run began before this was entered
             return
         span.set_attribute("asyncflow.status", run.status)
         if run.started_s is not None:
@@ -113,7 +113,7 @@ class Spans:
         def make() -> None:
             span = self._tracer.start_span(
                 "asyncflow.batch",
-                context=Context(),  # of no run: of all of them
+                context=Context(),  # no parent: the call belongs to several runs
                 links=links,
                 start_time=self._ns(batch.started_s),
                 attributes={"asyncflow.function": batch.function, "asyncflow.batch_size": batch.size},

@@ -64,7 +64,7 @@ class StateStore:
         """
         if resource.container is not None:
             state = _shared_state(resource, resource.container)
-            with _lock:  # a graph may be compiled on a thread, and a set that changes cannot be listed
+            with _lock:  # a thread may compile a graph, and a changing set cannot be listed
                 if state not in self._shared:
                     self._begin(resource, state)
                     self._shared[state] = state_key(resource), resource.effect_key

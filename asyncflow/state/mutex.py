@@ -236,7 +236,7 @@ class BarrierState(MeetingState):
             self.check()
             self.line.append(place)
             if len(self.line) == self.n:
-                # A run that is cancelled leaves in the next turn of its event loop: it has not come.
+                # A cancelled run leaves only in the next turn of its event loop: do not count it.
                 self.line = deque(each for each in self.line if each.is_given_up is None or not each.is_given_up())
             if len(self.line) == self.n:
                 while self.line:
@@ -279,7 +279,7 @@ WAIT = define(
     "barrier_wait",
     lambda *, barrier: (),
     lambda xp, *, barrier: barrier.come,
-    # Each node by itself: two that stand in an order would never meet.
+    # One effect for each node: two ordered nodes would never meet.
     effects=lambda node: (((node.attrs["barrier"].effect_key, node.name), Access.WRITE),),
     conduct=WAITS,
 )

@@ -196,7 +196,7 @@ class TableState:
         with self._lock:
             self._columns, self.size, self.end = columns, size, end
             self.last_write = object()
-            self._captures = []  # the columns that they look at are written no more
+            self._captures = []  # their columns are not written any more
 
     @property
     def value(self) -> Array:
@@ -234,7 +234,7 @@ class TableCapture:
         self._position = position
         self._page_rows = page_rows
         self._pages: dict[int, list[Array]] = {}
-        self._next = 0  # the first page that is not in the arrays yet
+        self._next = 0  # the first page not yet in the arrays
         self._arrays = [np.empty((position[1], *c.shape[1:]), c.dtype) for c in columns]
 
     @property

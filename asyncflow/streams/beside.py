@@ -54,7 +54,7 @@ async def call_beside(
         try:
             outcome.append((call(), None))
         except BaseException as error:
-            outcome.append((None, without_this_frame(error)))  # which would be a cycle
+            outcome.append((None, without_this_frame(error)))  # avoid a cycle
         finally:
             # The waiting task may go on before this thread has ended, and count references. The context refers to the
             # session and the run.

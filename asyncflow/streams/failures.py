@@ -40,7 +40,7 @@ class KeptFailures:
                 message = f"{len(taken)} failures on stream {stream}"
                 raise taken[0] if len(taken) == 1 else BaseExceptionGroup(message, taken)
         finally:
-            del taken  # the traceback leads to this frame, and that would be a cycle
+            del taken  # the traceback refers to this frame: avoid a cycle
 
     def log(self, stream: str) -> None:
         """Say, once, what would be lost with the stream; an event that is awaited later raises it all the same."""

@@ -21,5 +21,5 @@ from asyncflow.testing.op_checks import check_op
 
 __all__ = ["VirtualClock", "check_device", "check_op", "virtual_clock"]
 
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+if not TYPE_CHECKING:  # with `__getattr__`, every misspelt name would pass the type checker
     __getattr__, __dir__ = public_names("asyncflow.testing", __all__)

@@ -224,7 +224,7 @@ def _sorted(edges: Edges, numbers: Array) -> tuple[Array, Array]:
         numbers = numbers * (edges.types.max(initial=0) + 1) + edges.types
         if numbers.max(initial=0) > 65535:
             numbers = np.unique(numbers, return_inverse=True)[1]
-    # NumPy sorts small integers by their digits, in a time that is linear.
+    # NumPy sorts small integers by radix sort, in linear time.
     numbers = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
     order = numbers.argsort(kind="stable")
     numbers = numbers.take(order)
@@ -249,7 +249,7 @@ def _ranked(edges: Edges, order: Array, positions: Array, first: int) -> tuple[A
     if starts[-1] != count:
         raise edges.too_low()
     parents = owners(starts[first:])
-    moved = edges.offsets.take(inner)  # of the edges of each vertex, which stand in the order of their parents' numbers
+    moved = edges.offsets.take(inner)  # first edge of each vertex; edges are in the order of their parents' numbers
     moved -= starts[first:-1]
     places = moved.take(parents)
     places += np.arange(count)

@@ -42,7 +42,7 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
     """The parts of a vertex function; `all_in_core` leaves everything in the core."""
     nodes = [node for node in traced.body.nodes if node.op is not PARAMETER]
     behind = set(nodes) if all_in_core else _behind_gathers(traced, nodes)
-    # What reads all children does so while their set is at hand.
+    # Nodes that read all children must run in the core, where their set is available.
     held = {node for node in nodes if node.op is REDUCE_CHILDREN}
     core = behind if all_in_core else _core(nodes, behind, {x.node for x in traced.scattered} | held)
     results = tuple(traced.pushes.values())

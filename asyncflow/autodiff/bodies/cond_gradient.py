@@ -72,7 +72,7 @@ def _differentiate(node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep)
         [*(forward.inputs[place] for place in reached), *read] for forward in node.subgraphs
     ]
     in_parts = [
-        # A loop around the branch adds parts up as they are; elsewhere nothing is gained.
+        # Only a loop around the branch can add up parts.
         isinstance(graph, GradientBody) and all(map(_has_parts, sweeps, values))
         for values in zip(*inside, strict=True)
     ]

@@ -44,7 +44,7 @@ class GradientBody(Subgraph):
         if tensor.node.graph is not self.forward:
             return super().import_tensor(tensor)
         found = self._restored.get(tensor)
-        # One copier each time: a body that kept it would be freed by Python's collector alone.
+        # A new copier each time: if the body kept it, only the garbage collector would free the body.
         return _RestoredValues(self, self._restored).value(tensor) if found is None else found
 
     def restored(self) -> tuple[tuple[Tensor, Tensor], ...]:

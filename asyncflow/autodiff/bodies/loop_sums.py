@@ -129,7 +129,7 @@ class _KeySum(_Sum):
 
     def finished(self, output: Tensor) -> Tensor:
         output, like = super().finished(output), value_of(self.target)
-        body = self.value.graph  # its constants are made again; those outside are used, as a run may feed them
+        body = self.value.graph  # copy the body's constants; use constants outside, as a run may feed them
         indices = [constant(x.node.attrs["value"]) if x.graph is body else x for x in self.indices]
         return scatter_to(output, self.key, indices, shape_of(like), known=like.shape)
 

@@ -39,7 +39,7 @@ from asyncflow.values import Array, Kernel, Namespace
 def _merge(grads: Grad, others: Grad) -> Grad:
     if grads.length and others.length:
         return grads.merged(others)
-    return grads if grads.length else others  # a sum of parts (`part_sums`) begins as a store of nothing
+    return grads if grads.length else others  # a sum of parts (`part_sums`) starts as an empty store
 
 
 def _element_kernel(

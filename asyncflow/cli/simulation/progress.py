@@ -139,7 +139,7 @@ class _ForLoops:
         iterators = max((_iterators_of(task.get_coro()) for task in asyncio.all_tasks(loop)), key=len, default=[])
         if not iterators:
             return None
-        left = part = 1.0  # the items that a loop has left; the same as a part of all of them
+        left = part = 1.0  # items left, and their share of all items
         for iterator in reversed(iterators):
             items = operator.length_hint(iterator)
             _, length = self._lengths.setdefault(id(iterator), (iterator, items + 1))

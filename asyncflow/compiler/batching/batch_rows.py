@@ -287,8 +287,8 @@ class _Move:
         rows = self.loop.add_capture(ahead.outputs[0], self.loop.body)
         kept = self._replace(rows, counter)
         if on_host is not None:
-            # Cards cannot read each other's memory, and device requests were resolved before this pass: colocate nodes
-            # here.
+            # Cards cannot read each other's memory, and device requests were resolved before this pass: so colocate the
+            # nodes of the store here.
             ahead.colocated_with = ahead.colocated_with or ahead.name
             for node in kept:
                 node.colocated_with = ahead.colocated_with

@@ -47,7 +47,7 @@ def batch_sums(
     after: list[Node] = []
     for group in _groups(_sums(loop)):
         if on_card and _block_of(group, block_bytes, on_card=True) == 0:
-            continue  # kernels inside a store would be as many, and no others could be fused with them
+            continue  # a store would launch as many kernels, and no others could be fused with them
         new, made = _move(loop, group, block_bytes, on_card)
         before.append(new)
         after.append(made)
@@ -234,7 +234,7 @@ def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int, on_ca
     like = next(total.product for total in group if total.product.op is MATMUL)
     initial = [loop.inputs[place] for place in places]
     specs = tuple(total.output.spec for total in group)
-    name, made = f"{like.name}/pending_sums", {"block_bytes": block_bytes}  # errors about memory show the name
+    name, made = f"{like.name}/pending_sums", {"block_bytes": block_bytes}  # this name appears in memory errors
     new = detached_node(loop.graph, NEW_SUMS, initial, made, like, Spec(VARIANT), reserved_name=name)
     inner, pending = loop.add_variable(new.outputs[0])
     numbers: dict[Tensor, int] = {}

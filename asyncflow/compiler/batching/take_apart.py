@@ -94,7 +94,7 @@ class _Apart:
             self._product(product, row, self._cut(product, matrix, cut, axis), is_left)
             for row, cut in zip(rows, cuts, strict=True)
         ]
-        # The sum stands where the product stood, so all that used the one uses the other.
+        # The sum takes the product's place, so all users of the product use the sum.
         op = ADD if is_static(joined.shape) else ADD_ALIKE
         *others, last = terms
         total = reduce(lambda total, term: self._add(op, [total, term], {}, product, product.outputs[0].spec), others)

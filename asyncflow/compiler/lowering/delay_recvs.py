@@ -93,7 +93,7 @@ def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object])
         return None
     sent = schedule.ends[schedule.sends[recv.attrs["transfer"]]]
     if min(schedule.starts[user] for user in users) - sent < 2 * needed:
-        return None  # it would wait for less than the transfer takes
+        return None  # the delay would be shorter than the transfer
 
     def is_fit(node: Node) -> bool:
         return (
@@ -170,13 +170,13 @@ class _Schedule:
         What runs next on the way to `user` does not count: it is ready as soon as the node is done, as a Recv that
         waits for that node would be, and is launched first; a copy into the same device's memory then waits for it.
         """
-        latest = {user: 0.0}  # how long before `user` starts a node has to have ended
+        latest = {user: 0.0}  # time before the start of `user` at which a node must have ended
         margins = {user: 0.0}  # the same for what runs next after the node
         queue = [-self.positions[user]]
         for _ in range(_MOST_VISITED):
             if not queue:
                 return
-            node = self.nodes[-heappop(queue)]  # all that come after it and before `user` have been here
+            node = self.nodes[-heappop(queue)]  # all later nodes before `user` have been visited
             if node is not user and margins[node] >= needed:
                 yield node
             ahead = 0.0 if node is user else latest[node] + self.times[node]

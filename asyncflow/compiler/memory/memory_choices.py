@@ -153,7 +153,7 @@ def choose_way(figures: LoopFigures) -> Way:
     """Return the quickest way that fits into the room, or else the way that holds least."""
     ways = list(_ways(figures))
     if fits(ways[0], figures):
-        return ways[0]  # nothing is to be done
+        return ways[0]  # no change needed
     fitting = [way for way in ways if fits(way, figures)]
     if not fitting:
         return min(ways, key=lambda way: (way.held, way.ns))
@@ -170,7 +170,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     if again:
         assert figures.checkpoint_bytes is not None
         length = segment_length(again, figures.checkpoint_bytes, chosen.nbytes)
-        # What the loop begins with is held besides anyway, and is the checkpoint of the first segment if none is kept.
+        # The loop's initial values are held anyway, and are the first segment's checkpoint if no iterations are kept.
         checkpoints = ceil(again / length) + bool(kept)
         held += checkpoints * figures.checkpoint_bytes + length * chosen.nbytes - chosen.of_variables
     forward = figures.forward.times(count)
@@ -179,7 +179,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     away = int(min(kept * going, figures.away))
     if going:
         share = away / max(kept * going, 1)
-        # Values move together as far as there is room: a set of them leaves, or comes, while another is saved, or read.
+        # Values move together if room allows: one set is in flight while another is saved or read.
         alone = held + share * _moving(chosen, moved, kept)
         together = min(figures.together, max(0.0, figures.room - alone) / _SETS, away)
         values = sum(chosen.copies[:moved]) or moved

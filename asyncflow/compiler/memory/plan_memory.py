@@ -254,8 +254,7 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
     asked = {node.device for node in loop.body.walk() if node.device is not None}
     if len(devices) == 1:
         return devices[0]
-    # Placement comes later, and sees the nodes that this plan may add. Only a device requested for all nodes is
-    # certain.
+    # Placement comes later, and sees nodes that this plan may add. Only a device requested for all nodes is certain.
     return next((device for device in devices if asked == {device.name}), None)
 
 

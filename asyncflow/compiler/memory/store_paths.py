@@ -178,7 +178,7 @@ class StorePaths:
         if reader.around is not None:
             outer = reader.around.store
             saved = (each for each in stores_of(outer.loop) if each.value is version)
-            # What passes a store on has to be on its device, too.
+            # Nodes that pass a store on must be on its device, too.
             holder = next(saved, None) or self.add_store(outer, version, beside=store.save)
             version = self.read(holder, reader.around)
         graph = reader.node.graph

@@ -103,5 +103,5 @@ def _array_key(value: Array) -> Hashable:
         raise _Unhashable(f"an array of {value.nbytes} bytes")
     if value.dtype == string:
         return string, value.shape, tuple(value.ravel().tolist())
-    # Sums and products round by the order in memory: equal values at other strides are not the same.
+    # Rounding of sums and products depends on memory order: equal values with other strides differ.
     return value.dtype, value.shape, value.strides, value.tobytes()

@@ -111,11 +111,11 @@ def _is_small(tensor: Tensor, limit: int) -> bool:
 def _compute(node: Node, inputs: Sequence[Array]) -> Array | None:
     try:
         with np.errstate(all="ignore"):
-            # As the run would bind it, so the bits are the same.
+            # Bind as the run would, so that the bits are the same.
             kernel = bind_kernel(node, np, _no_state, check_outputs=True, check_numerics=True)
             value = np.asarray(kernel(*(_as_in_a_run(value) for value in inputs)))
     except Exception:
-        # Whatever went wrong happens again in the run, if it gets there, and is reported with tag and place.
+        # The failure recurs in the run, if it gets there, and is reported with tag and place.
         return None
     value.flags.writeable = False
     return value

@@ -82,7 +82,7 @@ def _neutral(value: float, kinds: str, *, left: bool = False) -> Callable[[Node]
             found, other = x1, x2
         else:
             return None
-        # The dtype that counts is the common one: an integer 0 is no neutral element for floats.
+        # The common dtype counts: an integer 0 is not a neutral element for floats.
         return other if node.outputs[0].dtype.kind in kinds and _is_scalar(found, value) else None
 
     return rule
@@ -92,7 +92,7 @@ def _is_scalar(tensor: Tensor, value: float) -> bool:
     found = tensor.node.attrs["value"]
     if found.shape != () or found.dtype.kind not in _NUMBERS or not is_constant(tensor):
         return False
-    # -0.0 is another number here.
+    # -0.0 counts as a different number.
     return bool(found == value and not np.signbit(found))
 
 

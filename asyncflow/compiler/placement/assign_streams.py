@@ -75,7 +75,7 @@ def has_no_stream(node: Node) -> bool:
 class _StreamChoices(Choices):
     """The streams that every node may choose from, by their positions among all."""
 
-    trials = 1_000  # there is less to win than between devices
+    trials = 1_000  # less to gain than between devices
 
     def __init__(self, graph: Graph, streams: Sequence[ComputeStream], costs: _StreamCosts) -> None:
         self.names = [f"stream {stream} of {device}" for device, stream in streams]

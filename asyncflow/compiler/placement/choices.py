@@ -129,7 +129,7 @@ def _held_nbytes(nodes: Iterable[Node]) -> float:
     for node in nodes:
         for resource in resources_of(node):
             spec = getattr(resource, "spec", None)
-            if isinstance(spec, Spec):  # that of an input may be a nest
+            if isinstance(spec, Spec):  # an input's spec may be a nest
                 held[resource.effect_key] = spec_nbytes(spec)
     return sum(held.values())
 

@@ -89,7 +89,7 @@ class _Followers:
             if isinstance(node, WhileNode):
                 tensor = node.body.inputs[tensor.index]
             elif isinstance(node, CondNode):
-                # As the Merge of the two results: beside that of the true branch.
+                # Like the Merge of the two results: with the true branch's result.
                 tensor = node.subgraphs[0].results[tensor.index]
             elif node.op is PARAMETER and node not in self.where:
                 tensor, reason = self.stands_for(node, followed)

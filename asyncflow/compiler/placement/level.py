@@ -234,7 +234,7 @@ class PlacementLevel:
         self.group_of[node] = task.group
         self.problem.groups[task.group].tasks.append(number)
         tasks.append(task)
-        # A value that comes round a loop written by hand is not there yet. One iteration of such a loop is simulated.
+        # Skip back edges of a hand-written loop, whose values do not exist yet: only one iteration is simulated.
         task.inputs = list(dict.fromkeys(self.index[tensor] for tensor in node.inputs if tensor in self.index))
         task.waits = list(dict.fromkeys(self._tasks[before] for before in node.control_inputs if before in self._tasks))
         is_early = not task.waits and all(values[i].maker is None for i in task.inputs)

@@ -140,7 +140,7 @@ def _call_of(node: Node, flops: float) -> _HostWork:
     if node.op.rows == "elementwise" and any(
         tensor.node.op.rows == "elementwise" and tensor.shape == made.shape for tensor in node.inputs
     ):
-        return "fused"  # with the node before it, which is launched
+        return "fused"  # with the previous node, which is launched
     return launch_of(node)
 
 

@@ -76,7 +76,7 @@ def finds_its_inputs(node: Node, found: AbstractSet[Tensor]) -> bool:
     read = host_inputs(node)
     for index, tensor in enumerate(node.inputs):
         if index in read:
-            is_mask = tensor.shape != () and tensor.dtype.kind == "b"  # whose true positions are copied in
+            is_mask = tensor.shape != () and tensor.dtype.kind == "b"  # masks are copied in, to find true positions
             is_found = tensor in found and not is_mask
         else:
             is_found = tensor not in found or tensor.shape == ()
@@ -153,13 +153,13 @@ def is_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
     if node.op is CONSTANT or node.op is FEED:
         return is_scalar_spec(node.outputs[0].spec)
     if node.op is PARAMETER:
-        return False  # whoever enters the body says so
+        return False  # decided where the body is entered
     if node.op is IDENTITY:
         return node.inputs[0] in found
     if node.op is LOOP_COND:
-        return True  # the scheduler has looked at it
+        return True  # the scheduler reads it on the host
     if node.op in STORES:
-        # A store counts as on the host as long as all that is saved in it is.
+        # A store counts as on the host while all its saved values are.
         return all(x in found for x in node.inputs) and all(_is_kept(x.spec) for x in node.outputs)
     if is_metadata(node):
         return True
@@ -180,7 +180,7 @@ def _visit_cond(node: CondNode, found: set[Tensor], in_buffers: bool, kept: Kept
 
 
 def _visit_while(node: WhileNode, found: set[Tensor], in_buffers: bool, kept: Kept) -> None:
-    # A variable is on the host if it starts there, and each iteration that finds it there leaves it there.
+    # A variable is on the host if it starts there, and no iteration moves it.
     stay = [tensor in found and not in_buffers for tensor in node.inputs[: node.n_vars]]
     while True:
         inside = set(found)

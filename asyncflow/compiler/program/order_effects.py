@@ -82,7 +82,7 @@ class _OrderByHand:
         same_frame = [earlier for earlier in before if self.frames[earlier] == self.frames[node]]
         if not same_frame:
             return
-        # On the devices of the earlier ones: the news may have to go to another, and must not be dead.
+        # On the devices of earlier nodes: the news may go to another device, and must not be dead.
         labels: dict[str, list[Node]] = {}
         for earlier in same_frame:
             earlier.colocated_with = earlier.colocated_with or earlier.name

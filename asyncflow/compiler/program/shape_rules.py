@@ -80,7 +80,7 @@ def shape_sources(tensor: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]] |
     None if it is not.
     """
     node = tensor.node
-    if node.op is READ:  # an element is gone once it was read, but not its shape
+    if node.op is READ:  # a read may drop the element, but not its shape
         return (), node.inputs
     rule = rule_of(tensor)
     if rule is None:

@@ -65,7 +65,7 @@ def survey(
         gathers = gathers or op.conduct.waits_in_line
         writes = op.effects is not None and has_side_effect(node)
         has_users = has_users or (op.conduct.is_user and op.conduct.is_async)
-        # A body that several runs share says for itself whether it only computes.
+        # A body shared by several runs knows itself whether it only computes.
         if writes or not getattr(node.attrs.get("shared"), "is_repeatable", RUN_AGAIN.allows(op)):
             is_repeatable = False
             takes = takes or (op.conduct.is_undone and bool(node.outputs))

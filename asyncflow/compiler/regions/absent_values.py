@@ -44,7 +44,7 @@ class Filled:
 
 def fill_absent(loop: WhileNode) -> list[Filled]:
     """Give all absent values in the body of a loop the shapes of the others, in place; return the changes."""
-    # A branch inside comes first: the shape of its value is then known to the branch around it.
+    # Inner branches first, so that outer branches know the shapes of their values.
     inner_first = [node for node in reversed(loop.body.walk()) if isinstance(node, CondNode)]
     outputs = [(node, output) for node in inner_first for output in node.outputs]
     return [filled for node, output in outputs if (filled := _filled(node, output)) is not None]

@@ -147,7 +147,7 @@ class _Logs:
             stores = (x for x in node.outputs if x.dtype == VARIANT and not made.isdisjoint(origins(x)))
             self.bases.update((store, before) for store in stores)
             if left is None:
-                # The other side, without the loop, leaves the cursor as it was; its capture is the last one so far.
+                # The branch without the loop leaves the cursor unchanged; its capture is the latest one.
                 for each in node.subgraphs:
                     each.results.append(result if each is part else each.inputs[-1])
                 result = node.add_output(_NUMBER)
@@ -223,7 +223,7 @@ def _filled_by(store: Tensor) -> tuple[WhileNode, int]:
     """Return the loop that fills a store, and the place of its variable."""
     node = store.node
     if isinstance(node, CondNode):
-        # The side that does not fill it gives an empty one.
+        # The other branch returns an empty store.
         (found,) = (x for branch in node.subgraphs if (x := branch.results[store.index]).node.subgraphs)
         return _filled_by(found)
     assert isinstance(node, WhileNode)

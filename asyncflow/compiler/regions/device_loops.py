@@ -56,7 +56,7 @@ def make_device_loops(
         The loops of one card that decide by its values, and that the host drives all the same, with the reasons.
     """
     loops = _DeviceLoops(graph, devices, kept, limited)
-    # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
+    # Replace one loop at a time: values that depend on its counter are then no longer on the host.
     while replaced := loops.replace_one(graph):
         for loop, made in reversed(replaced.items()):
             loops.finish(loop, made, fusion)
@@ -99,7 +99,7 @@ class _DeviceLoops:
                     return replaced
                 self.put_back(replaced)
                 self.look()
-                # At first, since a card may run loops inside then: that hides what the whole loop contains.
+                # Keep the first reason: later a card may run inner loops, which hides the content of this one.
                 self.reasons.setdefault(node, reason)
             for body in node.subgraphs:
                 if found := self.replace_one(body):
@@ -167,7 +167,7 @@ class _DeviceLoops:
         position = graph.nodes.index(made)
         graph.nodes[position:position] = [*constants, *reads]
         for place in logs:
-            graph.nodes.remove(initial[place])  # the card makes its logs by itself
+            graph.nodes.remove(initial[place])  # the card creates its logs itself
 
 
 def _undo(filled: Sequence[Filled]) -> None:

@@ -172,7 +172,7 @@ class _Units:
             for control in node.control_inputs:
                 self.add_edge(control, index)
             for tensor in node.inputs:
-                # A result of the run, which ends when all has been launched: to have it earlier gains nothing.
+                # A result of the run gains nothing by being early, as the run ends when all work is launched.
                 if node.op is FETCH and tensor in on_host:
                     continue
                 is_awaited = not (tensor in on_host or is_made_ahead(tensor.node, on_host))
@@ -250,7 +250,7 @@ class _Units:
     def delay_ns(self, unit: _JoinedUnit, other: _JoinedUnit) -> float:
         """The time lost where `unit` runs as one with `other`."""
         if unit.before & other.own:
-            return 0.0  # it runs after it anyway
+            return 0.0  # `unit` runs after `other` anyway
         both = unit.own | other.own
         awaited = (other.waits & ~(both | unit.before)) | (other.carried & ~(both | unit.late))
         users = unit.wanted & ~both

@@ -60,7 +60,7 @@ class _Written:
             elif node.op is PARAMETER:
                 outer = _captured(handle)
                 if outer is None:
-                    return False  # a variable of a loop around this one: anything may be in it
+                    return False  # an outer loop's variable: its elements are unknown
                 handle = outer
             elif isinstance(node, WhileNode | PooledNode):
                 variable, result = node.carried[handle.index]

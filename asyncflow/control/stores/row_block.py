@@ -104,7 +104,7 @@ class RowBlock:
         self.kind = kind
         try:
             self.array: Array = xp.empty((capacity, *kind.row_shape), kind.dtype)
-        except ValueError:  # more than an address counts
+        except ValueError:  # more bytes than an address can count
             nbytes = math.prod((capacity, *kind.row_shape)) * kind.dtype.itemsize
             raise MemoryError(
                 f"room for {capacity} rows of a {kind} takes {nbytes:,} bytes; give less capacity"

@@ -56,7 +56,7 @@ class CpuDevice(LogicalDevice[ThreadStream]):
         self.threads = self.lanes.threads
         self.compute_streams = self.lanes.planned
         self.compute = self.compute_streams[0]
-        # What copies in and out is the host's memory and the device's; the order is kept apart all the same.
+        # Host and device share memory, but copies in and out still have separate orders.
         self.h2d, self.d2h = ThreadStream(f"{self.name}/h2d"), ThreadStream(f"{self.name}/d2h")
         if memory_limit is not None:
             self.memory.advise = spill_advice

@@ -114,7 +114,7 @@ class Values:
             return []
         found: list[CupyArray] = []
         looked_at: list[Value] = [x.value for x in arguments if type(x) is CudaOpaque]
-        while looked_at:  # it grows by stores in stores
+        while looked_at:  # nested stores add to the list
             value = looked_at.pop()
             if isinstance(value, self._ndarray):
                 found += [value] if home_of(value) is not self.stream else []

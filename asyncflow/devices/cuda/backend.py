@@ -61,7 +61,7 @@ def _probe() -> CudaBackend:
         if major < LEAST_VERSION:
             return CudaBackend(None, reason=f"CuPy {cupy.__version__} is too old; version {LEAST_VERSION} is needed")
         return describe_cards(cupy, try_kernel=True)
-    except Exception as error:  # whatever is wrong with the installation, the CPU still works
+    except Exception as error:  # a broken installation must not break the CPU
         _log.info("CUDA is off", exc_info=True)
         return CudaBackend(None, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 

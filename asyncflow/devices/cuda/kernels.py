@@ -33,7 +33,7 @@ class LaunchRecord:
     def __init__(self, values: Sequence[int]) -> None:
         count = len(values)
         memory = np.empty(2 * count, np.uint64)
-        self._memory = memory  # which a view of a view of it does not keep
+        self._memory = memory  # kept here, as views of views do not keep it
         self.address = int(memory.ctypes.data)
         memory[:count] = np.arange(count, dtype=np.uint64) * np.uint64(8) + np.uint64(self.address + 8 * count)
         memory[count:] = np.array(values, np.uint64)

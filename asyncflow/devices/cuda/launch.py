@@ -49,7 +49,7 @@ class CudaLauncher:
         self._device = device
         self._kernel = kernel
         self._info = info
-        # State is valid in the order of the first stream, for whoever comes next.
+        # State is valid in the order of the first stream, for any later user.
         self._values = Values(device, device.compute_streams[0 if info.keeps_arrays else info.stream])
 
     def __call__(self, *args: Value) -> Placed:
@@ -69,7 +69,7 @@ class CudaLauncher:
         first = 1 if info.conduct.needs_context else 0
         raw = list(args)
         values.hold(args)
-        # The user of a value that is read only holds it.
+        # A kernel that only moves references need not hold the value; its user does.
         if not info.moves_references and (inside := values.inside(args)):
             values.stream.hold(*inside)
         try:
@@ -213,17 +213,17 @@ class CudaRegionLauncher:
         def steps(*args: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
             stream, device, info = self._values.stream, self._device, self._info
             launches, region = min(info.code.launches, STEP_LAUNCHES), self._region
-            # A driver that has measured a short time would launch more at once than the card's queue takes.
+            # After a short measured time, a driver would launch more at once than the card's queue takes.
             most = max(1, MOST_AHEAD // max(1, launches))
             budget: int | None = None
-            taken: list[object] = list(self._values.inside(args))  # from stores, perhaps, and used by later steps, too
+            taken: list[object] = list(self._values.inside(args))  # perhaps from stores; later steps use them, too
             try:
                 if info.code.vectors:
                     args = self._values.brought(args, info.code.vectors)
                 with stream:
                     generator = function(*self._inputs(args))
                 while True:
-                    # One synchronous block a step: other code runs on this thread in between.
+                    # One synchronous block for each step: other code runs on this thread in between.
                     self._values.hold(args)
                     if taken:
                         stream.hold(*taken)

@@ -183,7 +183,7 @@ class CudaPool:
         """
         if self.limit is None:
             return 0
-        # What the pool holds already is part of the limit. The slab is not counted: it goes back into the pool at once.
+        # Memory already in the pool is part of the limit. The slab is not counted, as it returns to the pool at once.
         room: int = (self.limit - self._pool.total_bytes()) // ALLOCATION_BYTES * ALLOCATION_BYTES
         if room > 0:
             try:
@@ -245,7 +245,7 @@ class PrivatePool:
         pointer = self._pool.malloc(nbytes)
         if not nbytes:
             return pointer
-        # The pool goes with its last array, not before: see `Lease`. It is the blocks that are counted.
+        # The pool lives as long as its last array: see `Lease`. Only its blocks are counted.
         memory = self._cupy.cuda.memory
         owned = memory.UnownedMemory(pointer.ptr, pointer.mem.size, (pointer, self._pool), self._physical)
         return memory.MemoryPointer(owned, 0)

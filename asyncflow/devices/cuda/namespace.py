@@ -100,7 +100,7 @@ class CudaNamespace(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._cupy, name)
-        # So that the next look-up does not come here.
+        # Cached, so that later look-ups do not come here.
         setattr(self, name, found)
         return found
 
@@ -146,7 +146,7 @@ class CudaNamespace(ModuleType):
         found = None if self.products is None else self.products.matmul(x1, x2, **options)
         if found is not None:
             return found
-        # cuBLAS multiplies matrices of bfloat16; CuPy has no kernel of its own for stacks of them.
+        # cuBLAS multiplies bfloat16 matrices, but CuPy has no kernel for stacks of them.
         if max(x1.ndim, x2.ndim) > 2 and x1.dtype.name == x2.dtype.name == "bfloat16":
             product = self._cupy.matmul(x1.astype(np.float32), x2.astype(np.float32), **options)
             return product.astype(x1.dtype)

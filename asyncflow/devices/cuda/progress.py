@@ -55,7 +55,7 @@ class Progress(LaunchingDevice["CudaStream"]):
         self.pool: CudaPool
         self.launched = 0
         self._copying: tuple[CudaStream, ...] = ()
-        # Asked whether the card works: it never captures, and a question to a stream that does breaks the capture.
+        # Queried for the card's state: it never captures, and querying a capturing stream breaks the capture.
         self._probe: CudaStream | None = None
         self._in_flight = 0
         self._resumes: list[Callable[[], object]] = []
@@ -106,7 +106,7 @@ class Progress(LaunchingDevice["CudaStream"]):
     ) -> None:
         """Call ``done(error)`` once, never before this returns, when all work launched has ended."""
         del mark, elsewhere
-        # Every copy has a ticket; a stream without any has nothing to do.
+        # Every copy has a ticket, so a stream without tickets is idle.
         busy = [stream for stream in self.compute_streams if not stream.is_idle]
         busy += [stream for stream in self._copying if stream.pending]
         if not busy:

@@ -57,7 +57,7 @@ class Clock:
 
     def new_event(self) -> Raw:
         """An event of the card that is current, from which times are counted."""
-        # No thread sleeps on it, and of such that one can sleep on a stream takes few: see `EventPool`.
+        # No thread sleeps on it; a stream has few events that a thread can sleep on: see `EventPool`.
         return self._cupy.cuda.Event(block=False, disable_timing=False)
 
     def time_ns(self, event: Raw, anchor: tuple[Raw, int]) -> int:

@@ -97,7 +97,7 @@ class MeasuredCost:
             return
         self._variance = (1 - _WEIGHT) * (self._variance + _WEIGHT * off_size * off_size)
         self._covariance = (1 - _WEIGHT) * (self._covariance + _WEIGHT * off_size * off_ns)
-        # Noise can tilt the line; no kernel gets faster with more work, nor takes less than nothing.
+        # Noise can tilt the line, but no kernel gets faster with more work, or takes negative time.
         slope = max(self._covariance / self._variance, 0.0)
         self.slope_ns = min(slope, self._mean_ns / max(self._mean_size, 1.0))
         self.base_ns = self._mean_ns - self.slope_ns * self._mean_size
@@ -152,7 +152,7 @@ class UserCost(MeasuredCost):
 
     def _is_proved(self) -> bool:
         slow = needed = 0
-        for proof in self._proofs:  # as `_count` and `_needed`; every firing looks
+        for proof in self._proofs:  # `_count` and `_needed`, inlined: every firing comes here
             slow += proof.slow
             if proof.needed > needed:
                 needed = proof.needed
@@ -176,7 +176,7 @@ class UserCost(MeasuredCost):
             self._short += 1
         elif not was_proved:
             self._short = 0
-        elif self.predict_ns(size) <= INLINE_LIMIT_NS:  # it was on the loop
+        elif self.predict_ns(size) <= INLINE_LIMIT_NS:  # it ran on the loop
             is_rare = self._short >= max(_GOOD_RECORD, _MORE_PROOF * self._needed())
             for proof in self._proofs:
                 proof.slow += 1

@@ -130,7 +130,7 @@ class Heap:
         value: object = values[-1]
         if type(value) is not np.ndarray or value.nbytes <= LARGEST or not value.flags.owndata:
             return
-        if getweakrefcount(value):  # another thread may make a reference of it
+        if getweakrefcount(value):  # another thread may turn it into a reference
             return
         begin = -(-value.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (value.ctypes.data + value.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

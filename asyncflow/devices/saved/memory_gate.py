@@ -200,9 +200,9 @@ class MemoryGate:
         elders = self._elders(promise.run) if len(self._promises) > 1 else ()
         missing = used + needs - limit + sum(map(self._needs, elders))
         if missing > 0 and room is not None:
-            if elders:  # all of its values: an older run must never wait for a younger one's
+            if elders:  # free all its values: an older run must never wait for a younger one
                 room.free(limit, promise.run)
-            else:  # for the next iteration as well, which then need not wait
+            else:  # free enough for the next iteration, too, so that it need not wait
                 room.free(missing + needs - room.to_be_free)
             if room.to_be_free or elders:
                 return False

@@ -97,7 +97,7 @@ class WorkingSet:
         limit = self._account.limit
         if limit is None:
             return True
-        # What one iteration took is enough to go by where much is free.
+        # If much memory is free, one measured iteration is enough.
         expected = self.total if self.is_measured else _SPARE * self.total
         fits = self._count > 0 and count * expected <= limit - self._account.used
         self._is_shared |= fits
@@ -131,7 +131,7 @@ class Pace:
     def note(self, now_ns: int, rank: int, towards: int) -> None:
         """A value of that rank was saved (`towards` 1) or read (-1)."""
         if self._last is not None and rank == self._last[1]:
-            return  # the same save, or one buffer that is read twice: the time until the next one counts from the first
+            return  # the same save, or a second read of one buffer: measure from the first
         if self._last is not None and (rank - self._last[1]) * towards > 0:
             self._ns = _MEMORY * self._ns + now_ns - self._last[0]
             self._ranks = _MEMORY * self._ranks + abs(rank - self._last[1])

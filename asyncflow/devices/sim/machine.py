@@ -140,7 +140,7 @@ class SimMachine:
     def check_reuse(self, storage: Storage) -> None:
         """Find out whether memory that was just freed is still in use; `check` raises it."""
         if self.loop.is_closed():
-            return  # whatever ran has been dropped with the loop
+            return  # running work was dropped with the loop
         pool, readers = storage.pool, storage.readers or {}
         for event, verb in ((storage.written, "writes"), *((event, "reads") for event in readers.values())):
             if not pool.has_seen(event):

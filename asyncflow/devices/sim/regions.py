@@ -43,7 +43,7 @@ class SimRegionLauncher:
         if info.code.graph is not None:
             self.graphs = GraphCache(info.name)
             device.machine.graphs[self.graphs] = device.memory
-        # A region that could be a graph and is none notes the time that a graph would save.
+        # A region that could be a graph, but is not, records the time that a graph would save.
         self._is_noted = info.code.could_capture and self.graphs is None
         self._function, self._is_generator = function, is_generator
         self._code = info.code.graph

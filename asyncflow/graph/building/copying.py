@@ -66,7 +66,7 @@ class Copier:
         return [self.value(x) for x in tensors]
 
     def _find(self, x: Tensor) -> None:
-        open_, entered = [x], set[Node]()  # no recursion: chains are as long as programs
+        open_, entered = [x], set[Node]()  # no recursion, as chains are as long as programs
         while open_:
             each = open_.pop()
             if each in self.tensors:
@@ -115,8 +115,8 @@ class Copier:
                     continue
                 outer = inputs[place]
                 if outer not in made.captures:
-                    # With the shape that the original was built with: a stand-in may be known to be another, such as
-                    # an empty array for a branch that is not taken, which nodes in the body would refuse.
+                    # Use the shape that the original was built with. A stand-in may have another, such as an empty
+                    # array for a branch not taken, which nodes in the body would refuse.
                     made.captures[outer] = made.add_input(x.spec, f"capture_{outer.node.name.rpartition('/')[2]}")
                 self.note(x, made.captures[outer])
             self.copy(body.nodes)

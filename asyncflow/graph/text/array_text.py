@@ -13,7 +13,7 @@ from asyncflow.graph.values.dtypes import VARIANT, string
 from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
-# What NumPy stores an element of each kind from; anything else would be converted silently.
+# Python types from which NumPy stores elements exactly; other types would be converted silently.
 _ELEMENT_TYPES: dict[str, type] = {"b": bool, "i": int, "u": int, "T": str, "c": complex}
 
 

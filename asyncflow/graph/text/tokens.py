@@ -134,7 +134,7 @@ class Tokens:
         """An error that shows the line and points at the offset."""
         number, start = self.text.count("\n", 0, offset) + 1, self.text.rfind("\n", 0, offset) + 1
         column, line = offset - start, self.text[start:].partition("\n")[0]
-        # A line with data in it may be megabytes long; what matters stands around the column.
+        # A line with data may be megabytes long: show only the part around the column.
         cut, margin = max(0, column - 80), f"  {number} | "
         shown = f"{margin}{line[cut : cut + 160]}\n{' ' * (len(margin) + column - cut)}^"
         place = f"{self.file}:{number}" if self.file else f"text line {number}"

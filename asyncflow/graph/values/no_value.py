@@ -75,10 +75,10 @@ class NoValue:
     def __await__(self) -> NoReturn:
         raise GraphError(f"{self!r} cannot be awaited: it is part of a program; fetch it with await session.run(x)")
 
-    if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
+    if not TYPE_CHECKING:  # with `__getattr__`, every misspelt attribute would pass the type checker
 
         def __getattr__(self, name: str) -> NoReturn:
-            # Only reached where there is no such attribute. No repr: copy and pickle look at unfinished instances.
+            # Only called for missing attributes. No repr, as copy and pickle inspect unfinished instances.
             advice = ""
             if name in FETCHING:
                 advice = "; it has no value before a run: fetch it with await session.run(x)"

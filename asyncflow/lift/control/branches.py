@@ -97,7 +97,7 @@ def _join(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
             continue
         rows = gather(grad, at)
         if node.attrs["absent"]:
-            # Where no row has something, what the gradient is of has the shape of nothing.
+            # If no row has the value, the differentiated value has an empty shape.
             rows = reshape(rows, (-1, *own) if own and is_static(own) else shape(x))
         given.append(ensure_shape(rows, x.shape))
     return [None, None, given[0], None, given[1]]
@@ -134,7 +134,7 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
         returned = cond(predicate.tensor, true, false, name="cond")
         return [LiftedValue(x, has_rows) for x, has_rows in zip(returned if flags else (), flags, strict=True)]
     for x, y in zip(inputs, node.inputs, strict=True):
-        # What a loop in a branch has saved is read in the same branch of the gradient, for the same rows.
+        # Values saved by a loop in a branch are read in the gradient's same branch, for the same rows.
         is_own = isinstance(y.node, CondNode) and y.node.predicate is node.predicate and is_saved(y)
         if x.has_rows and x.tensor.dtype == VARIANT and not is_own:
             raise CannotLift("rows of a TensorArray go different ways through a branch")
@@ -150,10 +150,10 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
     saved = node.graph.kept_for_gradients.get(node, {}).values()
     for place, (y, one, other) in enumerate(zip(node.outputs, *sides, strict=True)):
         if y.dtype == VARIANT:
-            # What a loop in one branch has saved, which the other one knows nothing of.
+            # A store saved by a loop in one branch; the other branch has an empty one.
             joined.append(other if is_new(one_body.results[place]) else one)
             continue
-        # What a branch saves for its gradient has something else in its place in the other one.
+        # In place of a value that one branch saves for its gradient, the other branch has a dummy.
         absent = any(y is each for each in saved)
         if not absent and not is_compatible(one.shape, other.shape):
             raise CannotLift(f"{node.name} gives rows of {one.spec} and of {other.spec}")

@@ -202,7 +202,7 @@ class _RowsLoop:
 
     def _goes_on(self, pieces: Tensor, places: Tensor, *others: Nest) -> Tensor:
         some = greater(size(places), 0)
-        # Each array needs a piece, to be joined, also if there are no rows from the beginning.
+        # Each array needs a piece to join, even if there are no rows at all.
         return logical_or(some, equal(pieces, 0)) if self.decides_first else some
 
     def _step(self, *state: Nest) -> Nest:

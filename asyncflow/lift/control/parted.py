@@ -48,7 +48,7 @@ class PartedRows:
     def gives_rows(self, has_rows: Sequence[bool]) -> bool:
         """Return True if its outputs get rows of another axis, given which needed values have them."""
         return any(has_rows) or any(
-            each.op.conduct.is_random and each.op.conduct.needs_context  # others make stores, or hold back
+            each.op.conduct.is_random and each.op.conduct.needs_context  # other such ops make stores, or delay
             for body in self.node.subgraphs
             for level in levels(body)
             for each in level.nodes

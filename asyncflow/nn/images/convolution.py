@@ -132,7 +132,7 @@ def _conv_transpose(
                 raise ShapeError(
                     f"{images.name}: nothing is left of spatial axis {axis}: it would have {extent} elements"
                 )
-            # Of nothing there are no windows.
+            # An empty axis has no windows.
             shape.append(extent * (min(n, 1) if isinstance(n, int) else minimum(n, 1)))
         after = tuple(left_out - more for left_out, more in zip(before, added, strict=True))
         windows = Windows(steps, before, after, dilated)

@@ -33,7 +33,7 @@ def _invert(loop: UfuncLoop, a: str) -> str:
 
 
 def _left_shift(loop: UfuncLoop, a: str, b: str) -> str:
-    # All bits are shifted out by counts that are too large, or negative.
+    # Counts that are too large or negative shift out all bits.
     return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {loop.bits(a)} << {b} : 0")
 
 
@@ -43,7 +43,7 @@ def _right_shift(loop: UfuncLoop, a: str, b: str) -> str:
 
 
 def _comparison(name: str, doc: str, scalar_kernel: Kernel) -> tuple[Op, BinaryFunction]:
-    # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
+    # Not NumPy's rule for the ufunc, as strings compare, too.
     op = define(
         name,
         predicate,
@@ -110,7 +110,7 @@ SIGNBIT, signbit = _unary(
 
 
 def _is_comparable(x: TensorLike) -> bool:
-    # What no tensor can hold, such as None, leaves `==` and `!=` to Python, which compares identities.
+    # For values that no tensor can hold, such as None, leave `==` and `!=` to Python, which compares identities.
     return is_symbolic(x) or isinstance(x, np.ndarray | np.generic | int | float | complex | str | list | tuple)
 
 

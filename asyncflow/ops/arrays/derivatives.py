@@ -91,7 +91,7 @@ def _stack(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(m.UNSTACK)
 def _unstack(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    # All outputs have one shape: that of a gradient needs no value of the forward pass.
+    # All outputs have one shape: take it from a gradient, so that no forward value is needed.
     missing = zeros_like(next(grad for grad in grads if grad is not None))
     return [m.stack([missing if grad is None else grad for grad in grads], axis=node.attrs["axis"])]
 

@@ -50,7 +50,7 @@ class KnownValues:
             outer = outer_tensor(x)
             return None if outer is None else self.value(outer)
         if x not in self._found:
-            self._found[x] = None  # also while it is looked for
+            self._found[x] = None  # also during the search, against cycles
             self._found[x] = self._computed(x)
         return self._found[x]
 

@@ -73,7 +73,7 @@ def _reshape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequen
         dims = (None,) * len(known)
     extents = fixed(node, given, "a shape")[0] if given else constant(dims, int64)
     if dims is None or -1 in dims or node.attrs.get("dims", ()) is None:
-        # What -1 stands for is found of a row: beside no rows it would not be determined.
+        # Find the extent for -1 from a single row: without rows it would be undetermined.
         of_row = prod(shape(x.tensor)[1 if x.has_rows else 0 :])
         extents = where(equal(extents, -1), floor_divide(of_row, abs(prod(extents))), extents)
     found = dims and (rows.extent, *(None if dim == -1 else dim for dim in dims))

@@ -100,7 +100,7 @@ def check_numerics(x: TensorLike, message: str = "") -> Tensor:
 
 
 def _assert_effects(node: Node) -> Effects:
-    # A resource of its own: never pruned from a body that runs, and not ordered with other assertions.
+    # Its own resource: never pruned from a body that runs, and not ordered with other assertions.
     return ((node, Access.WRITE),)
 
 

@@ -60,7 +60,7 @@ def _note(node: Node) -> None:
     if sources:
         try:
             specs = node.op.infer(*(Spec(x.dtype, found[x]) for x in sources), **node.attrs)
-        except GraphError:  # such as a sum of two extents that are taken for different ones
+        except GraphError:  # such as a sum of two extents that are assumed to differ
             specs = ()
         inferred = (specs,) if isinstance(specs, Spec) else specs
     from_inputs: dict[int | None, int] = {

@@ -29,7 +29,7 @@ def add_at(xp: Namespace, result: Array, index: Index, values: Array) -> None:
         add_at(xp, result.real, index, values.real)
         add_at(xp, result.imag, index, values.imag)
     elif dtype == np.int64:
-        # Sums that wrap around have the same bits.
+        # Wrapping sums have the same bits as signed ones.
         xp.add.at(result.view(np.uint64), index, values.astype(np.uint64))
     elif dtype.char in _ATOMIC:
         xp.add.at(result, index, values)

@@ -180,7 +180,7 @@ def row_parts(
     places, whole = part or (None, rows)
     given = sizes_of(inputs, node.attrs["shape"])
     template, sizes = row_template(node, whole, node.attrs["shape"], given)
-    # Where a tensor tells the shape, its length is the rank.
+    # If a tensor gives the shape, its length is the rank.
     shape = merge(template_shape(node.attrs["shape"], [x.tensor.spec for x in given]), node.attrs["known"])
     keys, tensors = [], []
     for key, (values, indices) in zip(node.attrs["keys"], parts_of(inputs, node.attrs["keys"]), strict=True):

@@ -59,7 +59,7 @@ gradient_of_first(nn.SOFTPLUS, lambda node, grad: grad * sigmoid(node.inputs[0])
 
 @derivative(nn.GELU)
 def _gelu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    # Its slope is 0 or 1 to the last digit outside these bounds; without them infinity times 0 would come up.
+    # Outside these bounds the slope is exactly 0 or 1; without them it would compute infinity times 0.
     x = clip(_widened(node.inputs[0]), -20, 20)
     scale, cubic = math.sqrt(2 / math.pi), 0.044715
     squared = square(x)
@@ -89,7 +89,7 @@ def _log_softmax(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _logsumexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 where all that is summed is -inf."""
     x, y, reached = _widened(node.inputs[0]), _widened(node.outputs[0]), _widened(grad)
-    # A sum of nothing but exp(-inf) would give -inf - -inf.
+    # A sum of only exp(-inf) would give -inf - -inf.
     y = where(y == -math.inf, 0, y)
     if node.attrs["axis"] is not None and not node.attrs["keepdims"]:
         y, reached = (expand_dims(item, axis=node.attrs["axis"]) for item in (y, reached))

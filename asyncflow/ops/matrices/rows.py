@@ -43,7 +43,7 @@ def _by_matrix(node: Node, x: Tensor, right: LiftedValue) -> Tensor:
         return _product(node, x, right.tensor)
     assert x.shape is not None
     *leading, last = (extent_of(x, axis) for axis in range(x.ndim))
-    is_none_left = isinstance(last, Tensor) or last == 0  # or may be so: -1 is not determined then
+    is_none_left = isinstance(last, Tensor) or last == 0  # or maybe: then -1 would be undetermined
     product = _product(node, reshape(x, (math.prod(leading) if is_none_left else -1, last)), right.tensor)
     return reshape(product, (*leading, *([] if right.rank == 1 else [extent_of(right.tensor, -1)])))
 

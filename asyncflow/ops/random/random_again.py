@@ -35,7 +35,7 @@ def _key_kernel(xp: Namespace, *, depth: int | None, counts: bool) -> Kernel:
     more = (0,) * counts
 
     def key(context: KernelContext) -> Array:
-        seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # as many bits, with a sign
+        seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # the same bits, as a signed number
         return np.array([seed, context.run, *context.tag, *more], int64)
 
     return key
@@ -60,7 +60,7 @@ class _Again:
         loops = context.tag[inner:]
         if not np.ndim(key):
             return self._draw(context._replace(tag=(*context.tag[: inner - SEGMENTED], int(key), *loops)), *inputs)
-        keys = key.reshape(-1, key.shape[-1])  # of rows, whose numbers are all that they differ in
+        keys = key.reshape(-1, key.shape[-1])  # keys of rows, which differ only in row numbers
         seed, number, *tag = keys[0].tolist() if len(keys) else [0] * key.shape[-1]
         return self._draw(context._replace(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
 

@@ -55,7 +55,7 @@ def _sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 def _divided(x: Tensor, node: Node, correction: float, least: float) -> Tensor:
     """`x` divided by how many elements `node` reduces to one, less `correction`, but by no less than `least`."""
-    # float16 counts to 65504 only.
+    # float16 counts only to 65504.
     wide = astype(x, float32) if x.dtype == float16 else x
     count = _count(node)
     divisor: Tensor | float
@@ -132,7 +132,7 @@ def _products_of_others(x: Tensor, axis: Axes) -> Tensor:
         flat = x if x.ndim == 1 else reshape(x, (-1,))
         others = _products_along(flat, 0)
         return others if x.ndim == 1 else reshape(others, shape_of(x))
-    # One axis after the other: elements elsewhere on this axis, times what the axes before gave.
+    # Axis by axis: multiply the product of other elements on this axis with the earlier axes' result.
     others, rest = ones_like(x), x
     for item in axis if isinstance(axis, tuple) else (axis,):
         others = others * _products_along(rest, item)

@@ -72,7 +72,7 @@ def _along(x: Tensor, q: Tensor, axis: int) -> Tensor:
     place = clip(where(inside, q, 0.0), 0.0, 1.0) * last
     low, high = floor(place), ceil(place)
     below, above = (gather(ordered, astype(bound, int64), axis=axis) for bound in (low, high))
-    greatest = gather(ordered, shape(x)[axis] - 1, axis=axis)  # NaNs are sorted behind all numbers
+    greatest = gather(ordered, shape(x)[axis] - 1, axis=axis)  # NaNs sort behind all numbers
     part, is_good = astype(place - low, x.dtype), logical_not(isnan(greatest))
     if q.ndim == 1:
         if x.ndim is None:

@@ -52,7 +52,7 @@ class UniqueInverse(NamedTuple):
 def _values_spec(x: Spec) -> Spec:
     require_kind(x, "biufcT", "numbers, booleans and strings")
     extent = flat_extent(x.shape)
-    # No element or one is all that is distinct then; otherwise the data decide.
+    # With 0 or 1 elements, all are distinct; otherwise the data decide.
     return Spec(x.dtype, (extent if extent in (0, 1) else None,))
 
 
@@ -85,7 +85,7 @@ UNIQUE_VALUES = _unique_op("unique_values", _values_spec)
 
 
 def _distinct(op: Op, x: TensorLike) -> tuple[Tensor, ...]:
-    import_module("numpy.ma")  # which NumPy's function does at its first call, and that is on the event loop
+    import_module("numpy.ma")  # else NumPy imports it in the first call, on the event loop
     return apply(op, x)
 
 

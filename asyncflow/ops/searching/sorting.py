@@ -45,7 +45,7 @@ def _sort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool) ->
 
     if not descending:
         return ascending
-    # Flipped on the way in as well: equal elements that differ in their bits (0.0, -0.0) then keep their order.
+    # Flip the input as well, so that equal elements with different bits (0.0, -0.0) keep their order.
     return lambda x: xp.flip(ascending(xp.flip(x, axis)), axis)
 
 

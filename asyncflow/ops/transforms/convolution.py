@@ -112,7 +112,7 @@ def _valid(one: Tensor, other: Tensor, axes: Sequence[int]) -> Tensor:
     """Return `one`, in the run only if one array is at least as large as the other along all `axes`."""
     extents = [(axis, extent_of(one, axis), extent_of(other, axis)) for axis in axes]
     if len(axes) == 1 or all(isinstance(n, int) and isinstance(m, int) for _, n, m in extents):
-        return one  # `_check` has seen them
+        return one  # checked by `_check`
     is_larger = reduce(logical_and, (greater_equal(n, m) for _, n, m in extents))
     expected: list[int | Tensor] = [extent_of(one, axis) for axis in range(one.ndim or 0)]
     for axis, n, m in extents:
@@ -199,6 +199,6 @@ def _part(
     if isinstance(count, int) and isinstance(start, int):
         return whole if count == extent_of(whole, axis) else sliced(whole, axis, start, start + count)
     if count is extent:
-        return whole  # a transform whose length only the run knows is no longer than it has to be
+        return whole  # a length known only in the run was not padded
     found = sliced(whole, axis, start, start + count)
     return ensure_shape(found, replaced(found.shape, axis, count)) if isinstance(count, int) else found

@@ -133,7 +133,7 @@ class CallLimits:
         """Return True if an error is worth another attempt, as long as any are left."""
         retry_on = self.retry_on
         if retry_on is None:
-            # What this library says of the program itself would be the same the next time.
+            # This library's errors about the program would recur.
             is_temporary = isinstance(error, _TEMPORARY) and not isinstance(error, EndOfInput | QueueClosedError)
             return is_temporary or not isinstance(error, AsyncflowError)
         if isinstance(retry_on, tuple | type):
@@ -148,7 +148,7 @@ class CallLimits:
         """
         if not callable(self.backoff):
             first_s = FIRST_BACKOFF_S if self.backoff is None else float(self.backoff)
-            # Half of it at random, so that clients which failed together do not come back together.
+            # Half of the delay is random, so that clients that failed together do not retry together.
             longest_s = min(first_s * 2.0 ** min(failed - 1, 64), max(MOST_BACKOFF_S, first_s))
             return longest_s * (1 - random.random() / 2)
         found = self.backoff(failed, error)

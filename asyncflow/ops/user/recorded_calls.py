@@ -125,7 +125,7 @@ def _known(name: str) -> type[BaseException] | None:
 def _says(kind: type[BaseException], message: str) -> bool:
     try:
         return str(kind(message)) == message
-    except TypeError:  # it takes more, as UnicodeDecodeError does
+    except TypeError:  # needs more arguments, like UnicodeDecodeError
         return False
 
 

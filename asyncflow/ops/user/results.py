@@ -52,7 +52,7 @@ class Results:
         if not self._specs and returned is None:
             return []
         if self._structure.kind in (tuple, list) and isinstance(returned, tuple | list):
-            # Either will do at the top: Python functions return several values as a tuple.
+            # Tuple and list are interchangeable at the top: Python functions return several values as a tuple.
             returned = self._structure.kind(returned)
         try:
             return nest.flatten_like(self._structure, returned)
@@ -86,7 +86,7 @@ def given_up(result: Nest, kind: type[Array] = np.ndarray) -> Nest:
         return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
     if isinstance(result, np.generic | int | float | complex | str):
         return result
-    # Each is referred to by the nest, by the list and by the variable of the loop.
+    # Each value has references from the nest, the list and the loop variable.
     allowed = _FRESH + 2 if getrefcount(result) <= _FRESH else 0
     leaves, structure = nest.flatten(result)
     if structure.kind is None:
@@ -118,7 +118,7 @@ def checked(spec: Spec, value: Any, what: str = "its result") -> Array:
                 f"the function returned a masked array as {what}, which would lose its mask; fill it first, with "
                 f".filled(value), or return the mask as an output of its own"
             )
-        # Subclasses such as matrices compute by rules of their own.
+        # Convert subclasses: matrices, for example, compute differently.
         value = np.asarray(value)
     elif not isinstance(value, np.generic) and not hasattr(value, "__cuda_array_interface__"):
         raise TypeError(f"the function returned {_describe(value)} as {what}, declared as {spec}{_advice(value)}")

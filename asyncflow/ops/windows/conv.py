@@ -147,7 +147,7 @@ class _Layer:
         buffer, part = None, None
         for block in self.blocks():
             extents = [each.stop - each.start for each in block]
-            # Outside of the input there are zeros, which the next images leave as they are.
+            # Outside the input the buffer has zeros, which later images do not overwrite.
             if buffer is None or block[1:] != part:
                 shape = (extents[0], self.channels, *self.kernel, *extents[1:])
                 buffer, part = self.xp.zeros(shape, self.wide), block[1:]

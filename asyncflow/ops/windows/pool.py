@@ -74,7 +74,7 @@ def _unpooled_spec(y: Spec, places: Spec, *sizes: Spec, shape: Shape, windows: W
 
 
 def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, kernel: Extents, **attrs: object) -> float:
-    # The windows are the smaller end, whichever that is.
+    # Count windows at the smaller end, input or output.
     return PASS * math.prod(kernel) * min(elements(inputs[0]), elements(outputs[0]))
 
 
@@ -114,7 +114,7 @@ def _places(xp: Namespace, pool: _PoolWindows, x: Array) -> Array:
     y, found = xp.full(pool.shape, _least(x.dtype), x.dtype), xp.full(pool.shape, -1, int32)
     for number, there, inner in pool:
         value, best, place = x[inner], y[there], found[there]
-        # Of equal elements it is the first, and of NaNs the last: as in PyTorch.
+        # As in PyTorch, take the first of equal elements, and the last NaN.
         is_better = (place < 0) | (value > best) | (value != value)
         y[there] = xp.where(is_better, value, best)
         found[there] = xp.where(is_better, int32.type(number), place)

@@ -23,7 +23,7 @@ from asyncflow.ops.windows.pool import MAX_POOL, PICKED, POOL_PLACES, SUM_POOL, 
 def _conv(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     one, other, *sizes = inputs
     op, groups, is_weight = node.op, node.attrs["groups"], node.op is CONV_WEIGHT
-    # Of weights the filters are the axis in front of the channels; of images the channels are the only such axis.
+    # In weights, the axis in front of the channels has the filters; images have only the channels.
     channels = -1 - node.attrs["windows"].rank
     filters = channels - 1
     count = rows.count if rows.extent is None else rows.extent

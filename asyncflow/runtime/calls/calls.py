@@ -166,7 +166,7 @@ class CallCache:
             FeedError: `feeds` is no mapping, or a value is not a nest like its key.
         """
         fed: Feeds = feeds if type(feeds) is dict else as_feeds(feeds)
-        # This is passed by every run, so it spells out `tensor.graph.root`, and looks for nested keys last.
+        # Every run passes here: so spell out `tensor.graph.root`, and check for nested keys last.
         kind = type(fetches)
         tensor: object = None
         key: tuple[object, ...] = ()
@@ -220,7 +220,7 @@ class Prepared(NotPickled):
         self._capture = capture  # `Runs.capture`, for a call that captures ahead
         self._known: set[tuple[object, ...]] = set()
         self._call = call
-        self._graph = call.request.graph  # a request does not keep it
+        self._graph = call.request.graph  # a request does not keep the graph alive
 
     def __repr__(self) -> str:
         names = ", ".join(tensor.name for tensor in self._call.request.feeds)

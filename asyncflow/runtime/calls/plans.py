@@ -60,7 +60,7 @@ class GraphPlans:
 
     def learn_costs(self) -> dict[str, float]:
         """`costs`, after a look at what the plans in use have measured lately."""
-        # Copies: a thread that compiles asks for this while runs add plans.
+        # Copy the plans: a compiling thread calls this while runs add plans.
         for plan in nlargest(_LEARNED_FROM, list(self.plans.values()), key=attrgetter("used")):
             for partition in plan.partitions:
                 for node in partition.nodes:
@@ -102,7 +102,7 @@ class PlanCache:
     async def aclose(self) -> None:
         """Leave compilations to their threads: a run that waits for one gets a `SessionClosedError`."""
         loop = asyncio.get_running_loop()
-        compiling = [each for each in self._compiling.values() if each.get_loop() is loop]  # of one closed none goes on
+        compiling = [each for each in self._compiling.values() if each.get_loop() is loop]  # a closed loop ends none
         for each in compiling:
             each.cancel()
         await asyncio.gather(*compiling, return_exceptions=True)
@@ -253,5 +253,5 @@ def _expected_ns(body: Subgraph) -> float | None:
 
 
 async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
-    with background:  # from before the thread starts, so that the first wait for the GIL is short, too
+    with background:  # before the thread starts, so that the first wait for the GIL is short, too
         return await call_beside(partial(compile, request), outlasts_program=False)

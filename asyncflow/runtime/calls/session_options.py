@@ -223,7 +223,7 @@ def taking(
                 raise TypeError(f"{init.__qualname__.partition('.')[0]} has no option {unknown!r}; {hint}")
             init(self, options(*args, **kwargs))
 
-        # An error that names an argument names the function too.
+        # Python's errors about arguments show the function's name.
         taken.__name__, taken.__qualname__ = init.__name__, init.__qualname__
         init_of_options.__qualname__ = init.__qualname__
         taken.__annotations__ = init_of_options.__annotations__

@@ -65,7 +65,7 @@ class Coroutines:
 
         def take(result: Value, error: BaseException | None) -> None:
             del self._tasks[task]
-            # A run that is being stopped cancels its coroutines itself; that is no failure.
+            # A stopping run cancels its coroutines itself, which is not a failure.
             was_cancelled = task.cancelled() and executor.stopped
             if executor.recorder is not None:
                 status = "ok" if error is None else "cancelled" if was_cancelled else "error"
@@ -81,7 +81,7 @@ class Coroutines:
         self._tasks[task] = node, deliver
 
         def ended(task: asyncio.Task[object]) -> None:
-            coroutine.close()  # a task that was cancelled at once has not begun it
+            coroutine.close()  # a task cancelled at once has not started it
             deliver(*_outcome(task))
 
         task.add_done_callback(ended)

@@ -89,7 +89,7 @@ class Regions:
             clock = None if executor.asynchronous is None else executor.asynchronous.now_ns
             is_traced = executor.recorder is not None and executor.asynchronous is None
             firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
-        # A thread would gain nothing where steps only launch.
+        # A thread gains nothing if steps only launch.
         hold_ns = firing.expected_hold_ns() if executor.asynchronous is None else 0.0
         may_leave = hold_ns > INLINE_LIMIT_NS or node.conduct.alone is not None
         if may_leave and executor.asynchronous is None and goes_to_a_thread(executor, node, hold_ns):
@@ -114,7 +114,7 @@ class Regions:
                         break
                     if firing.place is not None or device is not None:
                         break  # the throttle decides whether to go on
-                    if firing.is_heavy or firing.is_waiting:  # looked at first: a heavy slice ends behind the deadline
+                    if firing.is_heavy or firing.is_waiting:  # checked first, as a heavy slice ends after the deadline
                         self._record_part(firing, "inline", began, now)
                         if firing.is_heavy:
                             firing.learn_hold()
@@ -163,7 +163,7 @@ class Regions:
         def take(result: object, error: BaseException | None, times: Times) -> None:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             self._record_part(firing, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
-            if error is None and (firing.lacks_memory or firing.place is not None):  # not for a thread to wait for
+            if error is None and (firing.lacks_memory or firing.place is not None):  # a thread must not wait for these
                 executor.lacks_memory |= firing.lacks_memory
                 self._put_back(firing)
             elif error is None and not executor.stopped:

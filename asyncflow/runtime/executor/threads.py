@@ -33,7 +33,7 @@ def goes_to_a_thread(executor: PartitionRun, node: PlanNode, expected_ns: float)
         return False  # with logged picks, the next firing is picked after this one's effects
     if node.conduct.alone is not None and cast("CpuDevice", executor.device).lanes.holds(node.conduct.alone):
         return True  # other work on the state that the kernel changes is in progress
-    # An unknown time is measured on the loop if a thread might wait for itself.
+    # Measure an unknown time on the loop if a thread might wait for itself.
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
 
 
@@ -76,7 +76,7 @@ def launch_on_a_thread(
             if hold is not None and hold.has_asked:
                 node.times.cost = ON_A_THREAD
             elif begun is None and (cost := node.times.cost) is not None:
-                # The user's may wait for something else than the processor.
+                # A user's function may wait, so use its wall time.
                 taken_ns = times.ended_ns - times.started_ns if node.conduct.is_user else times.computed_ns
                 cost.observe(size, taken_ns)
             executor.complete(node, iteration, inputs, result)
@@ -119,7 +119,7 @@ def _counted(executor: PartitionRun, node: PlanNode, work: Callable[..., object]
         executor.count(node, found)
     except MemoryLimitExceeded as error:
         del found
-        raise error.with_traceback(None) from None  # frames keep the results, which have to go
+        raise error.with_traceback(None) from None  # drop frames, which would keep the results
     return found
 
 

@@ -84,7 +84,7 @@ class Turn:
         if not self.has_time():
             self.enqueue(driven)
             return
-        # A copy, as a run may be driven from inside another, and no context is entered twice.
+        # A copy, as a run may be driven from inside another, and a context cannot be entered twice.
         if self._quiet.copy().run(driven.drive, self._burst_end):
             self.enqueue(driven)
 
@@ -94,7 +94,7 @@ class Turn:
         The task has waited for its turn already, so it gets an eighth of a pass at least: it would have to wait for the
         next pass, and to be woken again, for ever while other runs are always ready.
         """
-        self.has_time()  # or else this begins a pass
+        self.has_time()  # starts a pass if its time is over
         if self._quiet.copy().run(driven.drive, max(self._burst_end, self.now() + BURST_NS // 8)):
             self.enqueue(driven)
 

@@ -84,7 +84,7 @@ class Waits:
             self._wake(place)
         for place in new:
             if place not in self._places or self._executor.stopped:
-                continue  # it has been claimed, or given up
+                continue  # claimed or given up before
             if called and not place.is_called:
                 self.new.append(place)
             else:

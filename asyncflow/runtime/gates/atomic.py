@@ -83,7 +83,7 @@ class AtomicRuns:
             return
         with self._waiters.stand(run) as waiter:
             if within:
-                self._wake()  # there may be a circle now
+                self._wake()  # recheck: a deadlock is possible now
             while ahead := self._ahead(run):
                 if within and any(not claim.before and self._waits_for(claim, within, True) for claim in ahead):
                     raise RuntimeError(

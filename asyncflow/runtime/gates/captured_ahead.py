@@ -49,7 +49,7 @@ async def capture_ahead(plan: Plan, values: Sequence[Value], devices: Mapping[st
                 if source.op is FEED:
                     inputs[index] = await _fed(device, values[source.attrs["index"]])
             if node.conduct.needs_context:
-                inputs.insert(0, None)  # which graphs do without
+                inputs.insert(0, None)  # graphs do not need the context
             await _driven(ahead, node, inputs, device, runs)
 
 

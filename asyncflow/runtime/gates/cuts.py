@@ -77,7 +77,7 @@ class Cuts:
             hold_s = HOLD_S
             while not cut.taken:
                 cut.before = self._half_way()
-                waiter.forget()  # others may have ended while new runs were held up
+                waiter.forget()  # other runs may have ended while new runs were held up
                 await waiter.wait()
                 if not cut.taken and not in_order:
                     await self._hold(hold_s)

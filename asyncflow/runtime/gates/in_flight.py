@@ -193,7 +193,7 @@ class InFlight:
             on_end=self._forget if ask.on_end is None else partial(self._forget, then=ask.on_end),
             has_age=passed.has_age,
             name=ask.name,
-            ticket=passed.ticket if may_wait else None,  # else it keeps its place to its end
+            ticket=passed.ticket if may_wait else None,  # otherwise it keeps its slot to its end
             context=copy_context() if self.observers is None else start_observed(self.observers.now()),
         )
         run.part.priority = ask.priority

@@ -98,7 +98,7 @@ class Versions:
         renewed: dict[Plan, Plan] = {}
         renew = partial(self._compile, resolve=resolve)
         rounds = 0
-        # While some are compiled others may come: not for ever.
+        # New plans may arrive during compilation, so limit the rounds.
         while missing := [plan for plan in self._plans.alive(names.keys()) if plan not in renewed]:
             rounds += 1
             for plan in missing:
@@ -136,7 +136,7 @@ class Versions:
         if is_latest():
             plan = await self._plans.get(request, self._compile)
             plan.is_shared = True
-            if is_latest():  # still, after it was compiled
+            if is_latest():  # check again after compiling
                 return plan
 
         def resolve(resource: Resource) -> object:

@@ -88,13 +88,13 @@ class Waiter:
                     async with asyncio.timeout_at(until_s):
                         await self._future
             finally:
-                self._future = None  # else a later admission would be passed over
+                self._future = None  # else a later admission would be lost
         if self._refusal is not None:
             error, self._refusal = self._refusal, None
             try:
                 raise error
             finally:
-                del error  # its traceback leads to this frame, and that would be a cycle
+                del error  # its traceback refers to this frame: avoid a cycle
         self.is_admitted = False
 
     def _go_on(self) -> None:

@@ -219,7 +219,7 @@ def _kind(leaf: Value) -> Kind:
     if isinstance(leaf, Spec):
         return leaf
     if isinstance(leaf, Tensor):
-        return leaf.spec  # the feed is refused, in words that fit any feed
+        return leaf.spec  # the feed is refused later, with the usual message
     if is_symbolic(leaf):
         return _static(leaf, "it is no array")
     if is_exchangeable(leaf):
@@ -248,5 +248,5 @@ def _static(leaf: Value, why: str) -> Static:
             f"{why}, so its value is part of the trace and has to be hashable; got {kind}. Pass a hashable object, "
             f"or annotate the parameter with af.spec(dtype, shape) if it is an array"
         ) from None
-    # By its digits, because 0.0 == -0.0 and nan != nan.
+    # Floats by their digits, as 0.0 == -0.0 and nan != nan.
     return Static(type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)

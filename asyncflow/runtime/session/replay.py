@@ -77,7 +77,7 @@ def _recorded_graph(record: Record, path: str | Path) -> tuple[Graph, Mapping[st
     if record.why_no_graph:
         raise ReplayError(f"{path} has no graph, as {record.why_no_graph}; give replay() the graph of the program")
     given = {label: Variable(value, name=label) for label, value in record.variables.items()}
-    allow_races(*given.values())  # whoever ran it has been warned, and here one order is kept to
+    allow_races(*given.values())  # the recorded run has warned, and a replay keeps one order
     try:
         graph = parse_graph(record.graph, resources=given)
     except GraphError as error:
@@ -128,9 +128,9 @@ async def _follow(
         if guide.difference is not None:
             raise guide.difference from None
         if kind in _STOPPED and guide.is_at_end:
-            return {}  # it was stopped, or ran dry before it was
+            return {}  # stopped where the recorded run was, or had no more work before that
         if not isinstance(error, Exception) and type(error).__name__ != kind:
-            raise  # whoever waits here is stopped
+            raise  # the replay's own caller is stopped
         if isinstance(error, InternalError):
             raise guide.stalled() from error
         if type(error).__name__ != kind:
@@ -139,7 +139,7 @@ async def _follow(
     if len(record.fetches) != len(record.checksums) and record.status == "ok":
         raise ReplayError(f"the record is damaged: {len(record.fetches)} fetches, {len(record.checksums)} checksums")
     if kind in _STOPPED and guide.is_at_end:
-        return {}  # it was stopped when all had been taken
+        return {}  # the recorded run was stopped after its last firing
     if record.status != "ok":
         raise ReplayError(f"the recorded run ended with {record.status}; this one gave its values")
     for name, value, expected in zip(record.fetches, results, record.checksums, strict=True):

@@ -31,7 +31,7 @@ class StateAccess:
     def __init__(self, runs: Runs, devices: Mapping[str, Device], homes: Mapping[Hashable, str] | None) -> None:
         self._in_flight = runs.in_flight
         self._devices = devices
-        self._homes = {} if homes is None else homes  # it is filled as plans are made
+        self._homes = {} if homes is None else homes  # plans fill it when they are made
         self.at_rest = runs.in_flight.cuts.take
         self.alone = runs.alone
 
@@ -73,5 +73,5 @@ class StateAccess:
         value.holder.check()
         if any(holder_of(device.xp) is value.holder for device in self._devices.values()):
             value.host = as_host_value(await value.holder.fetched(value.handle))
-        else:  # of another session, which shares the container, and whose event loop may be another
+        else:  # a device of another session with this container, perhaps on another event loop
             await call_beside(value.on_host)

@@ -37,7 +37,7 @@ class ThreadCall:
 
         def stop(future: Future[Nest]) -> None:
             if future.cancelled():
-                with suppress(RuntimeError):  # the loop is closed, and the task has gone with it
+                with suppress(RuntimeError):  # the loop is closed, and the task is gone
                     self._loop.call_soon_threadsafe(task.cancel)
 
         self.future.add_done_callback(stop)

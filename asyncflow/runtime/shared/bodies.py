@@ -129,7 +129,7 @@ class Bodies:
     def counted_call(self, plan: Plan) -> CountedCall | None:
         """The steps of a pooled loop as calls; None if they need the scheduler."""
         devices = list(self._devices.values())
-        # Steps draw by the keys of their rows. What else asks for a context moves values out of a memory that is full.
+        # Steps draw by row keys, so only kernels that swap values need a context.
         has_context = all(device.swapping is None for device in devices)
         options = {"may_loop": True, "has_context": has_context}
         call = None if self._options.debug else find_single_call(plan.partitions, devices, **options)

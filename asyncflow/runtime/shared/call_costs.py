@@ -62,7 +62,7 @@ class SizeTimes:
         count = self._counts[size] = self._counts.get(size, 0) + 1
         if known is None:
             mean = taken_ns
-        elif count <= _SURE:  # the first ones were cold
+        elif count <= _SURE:  # the first calls were cold
             mean = min(known, taken_ns)
         else:
             mean = known + _FRESH * (min(taken_ns, _MOST_GROWN * known + _SHORT_NS) - known)
@@ -75,10 +75,10 @@ class SizeTimes:
         if known is not None and (self._counts[size] >= _SURE or size == 1):
             return known
         if size == 1:
-            return 0.0  # so that it is tried
+            return 0.0  # so that this size is tried
         smaller = max((n for n in self.taken_ns if 1 < n < size), default=0)
         larger = min((n for n in self.taken_ns if n > size), default=0)
-        # Hopeful, so that it is tried: as if more cost nothing.
+        # Optimistic, so that this size is tried: as if more members were free.
         hoped = self.taken_ns.get(smaller or larger or 1, 0.0)
         if smaller and larger:
             hoped += (size - smaller) / (larger - smaller) * (self.taken_ns[larger] - hoped)
@@ -119,7 +119,7 @@ class Returns:
     def answer(self, size: int, now_ns: int) -> None:
         """Note that a call for `size` members has ended."""
         while self._away and now_ns > self._away[0].late_ns:
-            self._learn(self._away.pop(0), now_ns)  # they may never come back
+            self._learn(self._away.pop(0), now_ns)  # these clients may never come back
         expected_ns = self.taken.predict_ns(size)
         due_ns = now_ns + expected_ns + _LATE * self.apart.predict_ns(size)
         late_ns = max(due_ns, now_ns + _PATIENT * expected_ns)
@@ -253,7 +253,7 @@ class CallCosts(SizeTimes):
         coming = min(coming, most - waiting)
         if coming <= 0 or not waiting:
             return 0.0
-        # On a line through all sizes: the difference of single ones would be that of their noise.
+        # Use a line through all sizes: the difference of two sizes would be mostly noise.
         fixed, each = self._line = self._line or self._fitted()
         alone = self.taken_ns.get(1, fixed + each)
 
@@ -268,7 +268,7 @@ class CallCosts(SizeTimes):
             return 0.0, 0.0
         taken = np.array([self.taken_ns[size] for size in sizes])
         spread = sizes - sizes.mean()
-        each = max(0.0, float(spread @ taken / max(1.0, spread @ spread)))  # hopeful: nothing, where one size is known
+        each = max(0.0, float(spread @ taken / max(1.0, spread @ spread)))  # optimistic: 0 if only one size is known
         return max(0.0, float(taken.mean() - each * sizes.mean())), each
 
 

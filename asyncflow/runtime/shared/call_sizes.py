@@ -66,7 +66,7 @@ def size_in_time(lines: Sequence[Sequence[float]], now_ns: float, most: int, cos
     for size in reversed(list(_sizes(min(most, count)))) if count else ():
         plays.append(_play(played, now_ns, size, cost_ns))
         if sum(plays[-1].answered) == count:
-            break  # smaller calls answer no more
+            break  # smaller calls answer no more members
     if not plays:
         return 0
     price = _TIME * max(sum(play.answered) / max(play.taken_ns, 1.0) for play in plays)

@@ -73,7 +73,7 @@ def in_groups(step: NextStep) -> int | WaitUntil:
     They also join when the first due one has waited for half of its time, which ends at its deadline or in a second.
     """
     count = len(step.waiting)
-    if count >= step.joined:  # asked first: a long line is only counted
+    if count >= step.joined:  # checked first, so that a long line is only counted
         return count
     until_s = first_halfway_s(step.waiting)
     return count if step.now_s >= until_s else WaitUntil(until_s)

@@ -126,7 +126,7 @@ class StepTurns:
     def ask(self, stepper: Stepper, now_ns: int) -> bool:
         """Return whether a stepper makes a step now; if not, it waits."""
         assert not stepper.is_stepping, "it asks for a step while it makes one"
-        # A deadline that has passed is no more urgent than what others wait for.
+        # A missed deadline does not make a stepper more urgent than others.
         stepper.due_ns = min(max(stepper.deadline_ns, now_ns), now_ns + PATIENCE_S * 1e9)
         self._forget(now_ns)
         self._waiting[stepper] = None

@@ -35,7 +35,7 @@ class StepWaits:
 
     async def begin(self, stepper: Stepper, there: Sequence[RunPart]) -> None:
         """Wait until a stepper is to make its next step, for the runs in it."""
-        if there:  # and else it is over soon
+        if there:  # without runs, the step ends soon
             stepper.rank = min(each.priority for each in there)
             first_s = min(each.deadline_s for each in there)
             stepper.deadline_ns = self._turn.clock() + (first_s - self._turn.loop.time()) * 1e9

@@ -171,11 +171,11 @@ class VertexPool(SharedWork):
         failure = None
         try:
             group = await self._in_order(members)
-            self.rows.groups.append(group)  # which may be another list by now
-        except Exception as error:  # of the graph that is none, and of no node in the function
+            self.rows.groups.append(group)  # `groups` may be a new list by now
+        except Exception as error:  # an invalid input graph, not a node of the function
             failure = error.__cause__ if isinstance(error.__cause__, Exception) else error
         if failure is not None and len(members) > 1:
-            del failure  # and what its frames hold
+            del failure  # and values in its frames
             for member in members:
                 await self._join([member])
             return

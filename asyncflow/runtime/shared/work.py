@@ -200,7 +200,7 @@ class SharedWork(TellingState):
             self.close()
             steps.gone(self.stepper)
             self.works.forget(self.key)
-        if failure is not None:  # members that are told may well ask again, of other work
+        if failure is not None:  # after `forget`, as members may ask again, for new work
             self.fail_all(failure)
             del failure
 

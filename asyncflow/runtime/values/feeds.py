@@ -143,7 +143,7 @@ async def at_hand(
         values = await settled(values, feeds, plan, devices)
     for state in plan.survey.read_on_host:
         if (read := state.read_on_host()) is not None:
-            with suppress(DeviceLostError):  # whoever reads it is told
+            with suppress(DeviceLostError):  # readers get the error
                 await call_beside(read)
     return list(values)
 
@@ -160,7 +160,7 @@ async def settled(
     wanted = [
         index
         for index, value in enumerate(values)
-        # Numbers of rank 0 are the host's, wherever they are used.
+        # 0-d numbers stay on the host, wherever they are used.
         if type(value) is ForeignArray
         and not (index in places and places[index].capabilities.takes_foreign and value.ndim)
     ]
@@ -208,7 +208,7 @@ def _as_typed_array(tensor: Tensor, value: Value) -> Array | LargeFeed | Foreign
 
 def _is_typed(value: object) -> bool:
     """Return True if it has a dtype of its own, as arrays do, and `bytearray`, `memoryview` and `array.array`."""
-    if isinstance(value, list | tuple | int | float | complex | str):  # most that is fed
+    if isinstance(value, list | tuple | int | float | complex | str):  # most feeds
         return isinstance(value, np.generic)
     if any(hasattr(value, name) for name in ("dtype", "__array__", "__array_interface__")):
         return True
@@ -237,7 +237,7 @@ def _may_be_kept(array: Array) -> bool:
         return False
     if array.base is None:
         return not flags.writeable
-    # A slice is copied: it would count as all the memory that it looks into.
+    # Copy a slice, which would keep, and count as, its whole buffer.
     return is_immutable(array) and owner_of(array).nbytes == array.nbytes
 
 

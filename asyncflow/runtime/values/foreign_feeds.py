@@ -62,7 +62,7 @@ def _on_host(value: Any) -> Array:
         # NumPy's DLPack has no bfloat16.
         bits: Array = value.contiguous().view(torch.int16).numpy()
         return bits.view(bfloat16())
-    if hasattr(value, "__array__"):  # which knows more dtypes than DLPack
+    if hasattr(value, "__array__"):  # supports more dtypes than DLPack
         return np.asarray(value)
     return np.from_dlpack(value)
 
@@ -76,8 +76,8 @@ def as_of_now(values: list[Value]) -> list[Value]:
     """Return the values, with copies of arrays in the memory of a card, which their owners may change."""
     if not has_foreign(values):
         return values
-    # At once, because the stream that is current now orders the copies; CuPy is imported already unless the values are
-    # another library's and no device here is a card.
+    # Copy now, as the current stream orders the copies. CuPy is imported already, unless another library's values are
+    # fed to a session without cards.
     cupy = cuda_backend().cupy
     return [value.snapshot(cupy) if type(value) is ForeignArray else value for value in values]
 

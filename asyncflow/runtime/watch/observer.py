@@ -209,7 +209,7 @@ class Observers:
             run.ended_s = self.now()
             run.error, run.status = error, status_of(error)
             self._tell(methodcaller("run_ended", run))
-            del run, error  # it has the error, whose traceback leads to this frame: that would be a cycle
+            del run, error  # avoid a cycle: it has the error, whose traceback refers to this frame
 
     async def _within(self, run: ref[ObservedRun], work: Awaitable[Result]) -> Result:
         """Await the work that starts this run."""
@@ -217,7 +217,7 @@ class Observers:
         try:
             return await work
         finally:
-            if _current.get() is run:  # else it is thrown away, in another context
+            if _current.get() is run:  # else the coroutine is dropped, in another context
                 _current.reset(token)
 
     def _tell(self, what: Callable[[RunObserver], None]) -> None:

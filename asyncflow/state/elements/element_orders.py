@@ -62,8 +62,8 @@ class ArrivalOrder(deque[Element]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._removed = 0  # elements that have left for the first time, which numbers them
-        self._returned: list[int] = []  # numbers of the first elements, which were given back
+        self._removed = 0  # number of elements removed for the first time, which numbers them
+        self._returned: list[int] = []  # numbers of elements given back, which come first
         self.last: object = 0  # numbers of the elements removed last; of the newest ones, the number behind them
 
     def remove(self, count: int) -> list[Element]:  # type: ignore[override]

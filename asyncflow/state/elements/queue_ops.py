@@ -98,7 +98,7 @@ def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
     def run(*values: Array) -> Value | PlaceInLine:
         has_arrays = False
         for value, spec in zip(values, specs, strict=True):
-            if getattr(value, "shape", ()) != spec.shape:  # a string has none
+            if getattr(value, "shape", ()) != spec.shape:  # a string has no shape
                 _check_shape(np.shape(value), spec, queue)
             if isinstance(value, np.ndarray):
                 lock(value)
@@ -107,7 +107,7 @@ def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
         return put(queue, (values,), what, taken) if has_arrays else queue.put((values,), what, _nothing, taken)
 
     def run_on_one(value: Array) -> Value | PlaceInLine:
-        # Without a loop over values the kernel of a scalar takes 0.6 of the time.
+        # Without a loop over values, the kernel for a scalar takes 0.6 of the time.
         if getattr(value, "shape", ()) != shape:
             _check_shape(np.shape(value), specs[0], queue)
         is_array = isinstance(value, np.ndarray)

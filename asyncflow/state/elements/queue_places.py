@@ -109,7 +109,7 @@ class CopyingPlace(QueuePlace):
         add = None if puts is None else _not_made
         super().__init__(state, what, finish, count, add, or_fewer=or_fewer, taken=taken)
         self.work: Callable[[], object] | None = puts
-        self.is_asked_later = puts is None  # else there is something to be begun
+        self.is_asked_later = puts is None  # else copying must start first
         self.stage = Stage.WAITING if puts is None else Stage.COPYING
         self.made: Value = None
         self.error: BaseException | None = None

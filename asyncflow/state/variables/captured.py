@@ -84,7 +84,7 @@ class CapturedVariable:
         value = self._state.value
         if value is None:
             return None
-        # A holder's handle knows them, too.
+        # A holder's handle has dtype and shape, too.
         array = cast(Array, value.handle) if type(value) is HeldValue else value
         return array.dtype, array.shape
 
@@ -96,7 +96,7 @@ class CapturedVariable:
         state = self._state
         value, copies = state.value, state.copies
         if copies is not None and copies[0] is not value:
-            copies = state.copies = None  # copies of an older value, which would hold its buffer
+            copies = state.copies = None  # drop copies of an older value, which would keep its buffer
         if type(value) is HeldValue and value.holder is holder_of(self._xp):
             return value.handle
         here = None if copies is None else copies[1].get(self._xp)

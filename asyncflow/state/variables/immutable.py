@@ -44,7 +44,7 @@ def is_immutable(array: Array) -> bool:
     holder: object = array
     while isinstance(holder, np.ndarray) and not holder.flags.writeable:
         holder = holder.base
-    # Anything else at the end of the chain, such as a memory map, may be written to from elsewhere.
+    # Other code may write to any other owner at the end of the chain, such as a memory map.
     return holder is None or type(holder) is bytes
 
 

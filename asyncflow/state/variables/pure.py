@@ -75,7 +75,7 @@ def compile_pure(xp: Namespace, function: Subgraph) -> Callable[..., Value]:
         for output in node.outputs:
             slots[output] = len(slots)
     call = straight_line(len(function.inputs), steps, slots[function.results[0]])
-    # A user's function may keep the array it returns, so that one is copied.
+    # A user's function may keep its returned array, so copy it.
     return call if any(node.op.conduct.is_user for node in _needed(function)) else sealed(call)
 
 
@@ -93,7 +93,7 @@ def _noting(kernel: Kernel, node: Node) -> Kernel:
 
 
 def _copied_in(xp: Namespace, constant: Kernel) -> Kernel:
-    # At each call, in the order of its stream: whoever calls knows which that is.
+    # Copied at each call, on the caller's stream.
     return lambda: xp.asarray(constant())
 
 

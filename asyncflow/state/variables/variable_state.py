@@ -75,7 +75,7 @@ class VariableState:
         value = self.value
         if value is None or type(value) is HeldValue:
             return self.read_in(np)
-        return value  # at once: on a CPU, all reads of variables end here
+        return value  # fast path: on a CPU, all reads of variables end here
 
     def _found(self) -> Array | HeldValue:
         value = self.value
@@ -243,7 +243,7 @@ class VariableState:
             for xp in list(copies[1]):
                 if holder_of(xp) in holders:
                     copies[1].pop(xp, None)
-            if copies[0] is not value:  # an old value, which may be with one of `holders` as well
+            if copies[0] is not value:  # copies of an old value, which may be with `holders`, too
                 self.copies = None
         if type(value) is not HeldValue or value.holder not in holders:
             return
@@ -252,7 +252,7 @@ class VariableState:
             try:
                 host = as_host_value(await value.holder.fetched(value.handle))
             except DeviceLostError:
-                return  # whoever reads it is told
+                return  # readers get the error
         with self.lock:
             if self.value is value:
                 self.value = host

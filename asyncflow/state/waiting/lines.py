@@ -81,7 +81,7 @@ class PlaceInLine:
                     found = state.claimed(self)
                 finally:
                     if found is not NOT_YET:
-                        self.wake = self.is_given_up = None  # they lead back here, and that would be a cycle
+                        self.wake = self.is_given_up = None  # avoid a cycle: they refer back to this object
         finally:
             state.wake_called()
         return NOT_YET if found is NOT_YET else self.finish(found)
@@ -152,7 +152,7 @@ def claimed(place: PlaceInLine) -> Value | PlaceInLine:
             try:
                 raise error
             finally:
-                del error  # its traceback leads to this frame, and that would be a cycle
+                del error  # its traceback refers to this frame: avoid a cycle
         return result
     result = place.claim()
     return place if result is NOT_YET else result
@@ -218,7 +218,7 @@ class LinedState:
         with self.lock:
             self.ended = error
             for place in self.places():
-                place.is_called = False  # it may have been for something else
+                place.is_called = False  # it may have been called for another reason
                 self.call(place)
         self.wake_called()
 
@@ -233,7 +233,7 @@ class LinedState:
         while True:
             try:
                 wake()
-            except BaseException:  # such as KeyboardInterrupt: the others are woken all the same
+            except BaseException:  # such as KeyboardInterrupt: still wake the others
                 self._is_waking = False
                 self.wake_called()
                 raise

@@ -48,7 +48,7 @@ def _imported() -> Bindings | None:
         importlib.import_module("cuda.bindings.driver")
         importlib.import_module("cuda.bindings.runtime")
         major = int(bindings.__version__.partition(".")[0])
-    except Exception:  # whatever is wrong with the installation, loops run without them
+    except Exception:  # with a broken installation, loops run without them
         _log.info("cuda.bindings cannot be used", exc_info=True)
         return None
     return None if major < LEAST_VERSION else bindings

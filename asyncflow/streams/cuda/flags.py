@@ -87,7 +87,7 @@ class Flags:
         self._driver = None if bindings is None else getattr(bindings.driver, "cuStreamWriteValue32", None)
         self._streams: dict[int, Flag | None] = {}
         self._page: ctypes.Array[ctypes.c_uint32] | None = None
-        self._used = 0  # flags of that page
+        self._used = 0  # number of used flags of that page
         self._lock = threading.Lock()  # several event loops may use one card
 
     def of(self, stream: int) -> Flag | None:
@@ -103,14 +103,14 @@ class Flags:
             try:
                 address = runtime.hostAlloc(4 * WORDS * PAGE, PORTABLE)
             except runtime.CUDARuntimeError:
-                return None  # a thread waits, as without flags
+                return None  # fall back to a waiting thread
             self._page = page = (ctypes.c_uint32 * (WORDS * PAGE)).from_address(address)
             self._used = 0
         index = WORDS * self._used
         self._used += 1
         page[index] = 0
         address = ctypes.addressof(page) + 4 * index
-        # A driver may refuse. A card that is lost refuses, too, and says so again where an error counts.
+        # A driver may refuse. A lost card refuses, too, and a later call raises its error.
         if write(stream, address, 0, 0)[0]:
             return None
         return Flag(page, index, write, stream, address, runtime.CUDARuntimeError)

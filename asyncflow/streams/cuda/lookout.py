@@ -88,7 +88,7 @@ class Lookout:
         self._long_s = LONG_S
         self._alone_s = self._at_s = self._since_s = 0.0
         self._sure_until_s = 0.0
-        self._rested_s: tuple[float, float] | None = None  # by the processor and the clock; None: it has looked since
+        self._rested_s: tuple[float, float] | None = None  # processor and clock time at rest; None: has looked since
 
     def watch(self, tickets: Watched, loop: asyncio.AbstractEventLoop) -> None:
         """Look at `tickets` from now on until none are left."""
@@ -149,7 +149,7 @@ class Lookout:
             self._long_s = max(LONG_S, self._long_s / 2)
             self._sure_until_s = now_s + RECHECK_S
             self._begin(loop)
-        elif self._alone_s <= SPIN_S:  # turns that seemed to have other work in them had none
+        elif self._alone_s <= SPIN_S:  # turns that seemed busy had no other work
             self._long_s = min(2 * self._long_s, PROBE_S)
             self._alone_s = 2 * SPIN_S
 

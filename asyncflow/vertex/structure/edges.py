@@ -96,7 +96,7 @@ class Edges:
             GraphError: there is one.
         """
         if len(self.samples) == 2 and self.children.min(initial=0) >= 0 and self.children.max(initial=-1) < self.size:
-            return  # most requests are of one sample
+            return  # most requests have one sample
         starts = self.offsets.take(self.samples)  # of each sample's children
         (filled,) = (starts[1:] > starts[:-1]).nonzero()
         if not filled.size:
@@ -183,7 +183,7 @@ def integers(name: str, values: object, shape: tuple[int | None, ...] = (None,))
         DTypeError, ShapeError: the values are none.
     """
     if type(values) is np.ndarray and values.dtype == _INT64 and values.ndim == len(shape) == 1:
-        return values  # all that an `InputGraph` has
+        return values  # always so for an `InputGraph`
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths

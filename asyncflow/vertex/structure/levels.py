@@ -26,7 +26,7 @@ def find_heights(edges: Edges) -> Array:
     above = parent_of_each(edges)
     if above is None:
         return steps(edges, edges.children, edges.parents)
-    # Leaves, which are half of the vertices, are left out of the passes over all paths.
+    # Passes over all paths skip leaves, which are half of the vertices.
     inner = np.flatnonzero(edges.counts > 0)
     number = np.full(edges.size + 1, len(inner))
     number[inner] = np.arange(len(inner))
@@ -93,7 +93,7 @@ def steps(edges: Edges, before: Array, after: Array, turns: Array | None = None)
         np.subtract.at(pending, freed, 1)
         freed = freed[pending[freed] == 0]
         place[freed] = np.arange(len(freed))
-        ready = freed[place[freed] == np.arange(len(freed))]  # each once, though it has waited for several
+        ready = freed[place[freed] == np.arange(len(freed))]  # each vertex once, even if it waited for several
     if (step < 0).any():
         raise edges.cycle(_on_cycle(before, after, step < 0))
     return step

@@ -198,7 +198,7 @@ class Repeat(Copier):
             made = super().made(node)
             draw_by_key(made, number, self.loops)
             return made
-        # A read may free the element; the rows that the array was made of are there.
+        # A read may free the element, so read the array's original rows.
         inputs = [self.target.import_tensor(rows), self.value(node.inputs[1])]
         made = copied(node, self.target, inputs, self.name(node), attrs={"key": (("input", 0),)})
         made.op = GETITEM

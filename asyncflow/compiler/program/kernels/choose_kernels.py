@@ -70,7 +70,7 @@ def is_left_to_host(node: Node) -> bool:
 
 
 def _copies(node: Node) -> str:
-    first = 1 if node.op in BY_ROW_OPS else 0  # the numbers of rows are on the host
+    first = 1 if node.op in BY_ROW_OPS else 0  # row numbers are on the host
     ins = sum(not is_scalar_spec(x.spec) or x.dtype.kind == "f" for x in node.inputs[first:])
     outs = sum(not is_scalar_spec(x.spec) or x.dtype.kind == "f" for x in node.outputs)
     return f"up to {counted(ins, 'array')} copied to the host and {outs} back in each call"

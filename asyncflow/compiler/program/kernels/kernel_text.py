@@ -179,7 +179,7 @@ def packed_source(chain: Chain, form: Form) -> str:
     for number, (read, lie) in enumerate(zip(body.reads, form.reads, strict=True)):
         dtype = chain.inputs[read.source].dtype
         if lie == "number":
-            # A half is passed as the float that it is computed as.
+            # A half is passed as a float, the type it is computed in.
             parameters.append(f"const {c_type(dtype)} x{number}")
             continue
         parameters.append(f"const {stored_type(dtype.name)}* p{number}")

@@ -42,7 +42,7 @@ def view_kernel(member: Member) -> Kernel:
 
     def look(array: Array) -> Array:
         found = kernel(array)
-        # Where integers choose one element, NumPy copies it: its place is that of the only row behind them.
+        # If integers choose one element, NumPy copies it: with an axis behind, the result is a view.
         view: Array = found if isinstance(found, np.ndarray) else kernel(array[..., np.newaxis]).reshape(())
         return view
 

@@ -42,8 +42,8 @@ TO_CARD = Op(
 """Copies vectors of the host to a card, for kernels that use them as data."""
 
 
-# The host makes the order of sequences, say, while the card still works: a region that waits for the order waits for no
-# kernel. Two regions would keep a step from being one CUDA graph, since they would share its stores.
+# The host computes the order of sequences, say, while the card still works: a region that waits for the order waits for
+# no kernel. Two regions would share the step's stores, so the step could not be one CUDA graph.
 def is_made_ahead(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     """Return True if the host makes the values of a node of values `on_host`, and no kernel delays the host."""
     # A coroutine may wait for anything, however early its inputs are there.
@@ -54,7 +54,7 @@ def is_made_ahead(node: Node, on_host: AbstractSet[Tensor]) -> bool:
 def _truncate(xp: Namespace) -> Kernel:
     def truncate(value: Any) -> Value:
         bits = xp.asarray(value).view(np.uint32)
-        # Without its lower bits, a NaN that has no others would be an infinity.
+        # A NaN with only lower bits set would become an infinity without them.
         is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
         return ((bits >> np.uint32(16)) | (is_nan.astype(np.uint32) << np.uint32(6))).astype(np.uint16)
 

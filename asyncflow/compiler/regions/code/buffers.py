@@ -49,7 +49,7 @@ def dead_values(
         if node.op is IDENTITY:  # shares its input's variable
             owner[node.outputs[0]] = owner.get(node.inputs[0], node.inputs[0])
         elif deep if isinstance(node, StructuredNode) else len(node.outputs) > 1:
-            last.update(dict.fromkeys(node.outputs, index))  # some of which nothing may use
+            last.update(dict.fromkeys(node.outputs, index))  # some outputs may be unused
     kept = {owner.get(tensor, tensor) for tensor in escaping}
     made = {node for node in nodes if makes_name(node, deep=deep)}
     dead: dict[int, list[Tensor]] = {}

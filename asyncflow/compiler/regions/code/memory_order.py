@@ -21,7 +21,7 @@ def find_reordered(nodes: Collection[Node]) -> frozenset[Tensor]:
     """Return the reordered values of a region's nodes, and of their bodies; a product has the usual order."""
     found: set[Tensor] = set()
     count = -1
-    while len(found) > count:  # a loop variable may be what the iteration before has turned
+    while len(found) > count:  # a loop variable may be a value reordered in the previous iteration
         count = len(found)
         for node in nodes:
             _add(node, found)

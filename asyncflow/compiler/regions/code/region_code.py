@@ -54,7 +54,7 @@ class Phase:
         return bool(self.nodes) and isinstance(self.nodes[0], WhileNode)
 
 
-# Without slots, as `label` is kept in `__dict__` once a trace has asked for it.
+# Without slots, as `label` is cached in `__dict__` for traces.
 @dataclass(frozen=True)
 class RegionCode:
     """A generated function.

@@ -126,7 +126,7 @@ class Source:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace = dict(self.bound)
         exec(compile(source, filename, "exec"), namespace)
-        made = namespace.pop(function)  # out of its own globals: a cycle would keep its constants until it is collected
+        made = namespace.pop(function)  # not in its own globals: a cycle would keep its constants until it is collected
         weakref.finalize(made, linecache.cache.pop, filename, None).atexit = False
         return made, source, filename
 

@@ -136,7 +136,7 @@ class GraphMemory:
         self._pool = pool
         self._shared = shared
         self._label = label
-        self._used: set[GraphBlock] = set()  # its temporaries have addresses in them
+        self._used: set[GraphBlock] = set()  # blocks with addresses of its temporaries
         self._is_alone = False
 
     def malloc(self, nbytes: int) -> Raw:

@@ -202,7 +202,7 @@ class ConditionalNodes:
 
     def inner_loop(self) -> GatedPlace:
         """A loop inside."""
-        count = self._cupy.zeros((), np.int64)  # captured as well: 0 again each time that the loop starts
+        count = self._cupy.zeros((), np.int64)  # captured as well, so it is 0 each time the loop starts
         return self._node("WHILE", 1, "set_inner_loop", self._state, count)
 
     def branch(self) -> GatedPlace:
@@ -247,7 +247,7 @@ class ConditionalNodes:
                 yield
         finally:
             self._streams = [outer, *self._streams]
-            # Not `end_capture`, which would make a graph of its own of the body; the node owns it.
+            # Not `end_capture`, which would make a separate graph of the body; the node owns the body.
             ended = runtime.cudaStreamEndCapture(side.ptr)
         ok(ended)
 

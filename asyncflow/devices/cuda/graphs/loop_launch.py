@@ -101,7 +101,7 @@ class WhileLauncher(CoroutineKernel):
         self._values = Values(device, stream)
         self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, loop.condition, loop.body, info.name)
         self._patience = Patience()
-        self._usual: Sequence[int] = ()  # entries that logs had in the last run
+        self._usual: Sequence[int] = ()  # entries of the logs in the last run
 
     def __call__(self, *args: Value) -> Coroutine[object, object, tuple[Placed, ...]]:
         """Run the loop.
@@ -157,7 +157,7 @@ class WhileLauncher(CoroutineKernel):
             rest = Loop(code.condition, code.body, variables, captures, code.identity)
             variables = list(await host.looped(rest, done))
             counts = [log.count for log in logs]
-        # A run of as many iterations finds room at once, and is one launch.
+        # A run with as many iterations then finds enough room, and takes one launch.
         self._usual = [1 << max(count - 1, 0).bit_length() for count in counts]
         return tuple([self._values.wrapped(value, self._info.name) for value in variables])
 
@@ -188,6 +188,6 @@ class WhileLauncher(CoroutineKernel):
             if isinstance(log, GrowingLog):
                 log.reserve(done + 1)
                 most = min(most, log.entries - done)
-        # Fewer iterations for want of room say nothing of the loops inside.
+        # Fewer iterations for lack of room do not limit the inner loops.
         limits = Limits(most, INSIDE * self._patience.most, self._code.limit)
         return most, self._loop.launch(variables, captures, limits)

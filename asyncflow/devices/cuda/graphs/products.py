@@ -61,7 +61,7 @@ def cublas(cupy: Cupy) -> Raw | None:
     try:
         cupy.cuda.device.get_cublas_handle()  # which loads it
         return ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
-    except Exception:  # products are CuPy's then, and are not captured
+    except Exception:  # CuPy then computes products, which are not captured
         _log.info("cuBLAS cannot be called for CUDA graphs", exc_info=True)
         return None
 
@@ -122,7 +122,7 @@ class Products:
     def _multiply(self, rows: CupyArray, columns: CupyArray, out: CupyArray, kind: _Type) -> None:
         """``out[...] = rows @ columns``; `out` has no gaps, and nothing is empty."""
         is_one = columns.ndim == 2 and out.size // out.shape[-1] <= _MOST_EXTENT
-        if is_one and rows.flags.c_contiguous:  # many rows are one matrix
+        if is_one and rows.flags.c_contiguous:  # join rows into one matrix
             rows, out = rows.reshape(-1, rows.shape[-1]), out.reshape(-1, out.shape[-1])
         count, (m, n) = math.prod(out.shape[:-2]), out.shape[-2:]
         left, right = self._operand(rows, out.shape[:-2]), self._operand(columns, out.shape[:-2])

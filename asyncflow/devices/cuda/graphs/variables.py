@@ -110,7 +110,7 @@ class RegionVariables:
         The caller holds `capturing`, until the launch. Returns False if the graph must not be launched: another thread
         holds a value, or there is no room for one. The values of variables then stay the same.
         """
-        # No local name may hold a handle or a value.
+        # Local names must not refer to a handle or a value: references are counted.
         for variable, buffer in zip(self.variables, buffers, strict=True):
             present = variable.present()
             if variable.handle is not buffer.handle and not self._bring(variable, buffer):
@@ -129,7 +129,7 @@ class RegionVariables:
             return False
         try:
             value = variable.given()
-        except MemoryLimitExceeded:  # it is elsewhere: the code itself says which node reads it
+        except MemoryLimitExceeded:  # it is elsewhere: the usual code reports the node that reads it
             return False
         if isinstance(value, np.generic):
             buffer.array.fill(value)
@@ -163,7 +163,7 @@ def stored(cupy: Cupy, raw: Raw, buffers: Buffers, outputs: Sequence[Value], end
         is_inside = isinstance(value, cupy.ndarray) and id(value.data.mem) in inside
         return value.copy() if is_inside else value
 
-    # All copies come before the first store: a variable may have got another one's value.
+    # Make all copies before the first store: a variable may have another one's value.
     kept, values = [apart(value) for value in outputs], [apart(value) for value in ends]
     for value, buffer in zip(values, buffers, strict=True):
         if value is None:

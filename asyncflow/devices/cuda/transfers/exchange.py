@@ -74,12 +74,12 @@ class ForeignArray:
             cupy: the module; None without it, and then no reader will be able to look.
         """
         value = self.value
-        if self.written is not None:  # it is one already
+        if self.written is not None:  # already a copy
             return self
         if not hasattr(value, "clone" if _is_torch(value) else "copy"):
             return self
         device: Any = getattr(value, "device", None)
-        with device if hasattr(device, "__enter__") else nullcontext():  # CuPy copies to the card that is current
+        with device if hasattr(device, "__enter__") else nullcontext():  # CuPy copies to the current card
             copied = value.clone() if _is_torch(value) else value.copy()
         written = None if cupy is None else _event_after(cupy, value, self.card)
         return ForeignArray(copied, self.dtype, self.shape, self.card, written)
@@ -155,8 +155,8 @@ def current_streams(cupy: Cupy, card: int) -> list[int]:
 def read(cupy: Cupy, array: CupyArray, written: Raw, card: int) -> Array:
     """The values of a CuPy array, when the event has completed. Blocks: call it on a thread that may wait."""
     with cupy.cuda.Device(card):
-        # Not the default stream, which would also wait for other work of the card. Nothing is allocated on this one,
-        # so that its end leaves nothing behind in any pool.
+        # Not the default stream, which would also wait for other work of the card. No memory is allocated on this one,
+        # so no pool keeps any for it.
         copying = cupy.cuda.Stream(non_blocking=True)
         copying.wait_event(written)
         ready = cupy.cuda.Event(block=True, disable_timing=True)

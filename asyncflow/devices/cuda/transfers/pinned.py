@@ -135,7 +135,7 @@ class PinnedSlab:
             raise ValueError(f"{nbytes} bytes of pinned memory leave none of {ALIGNMENT} bytes")
         self.returned: deque[tuple[int, int]] = deque()
         self._cupy = cupy
-        self._lock = threading.RLock()  # reentrant: a finalizer of others may run inside
+        self._lock = threading.RLock()  # reentrant: finalizers of other objects may run inside
         self._waiting: deque[tuple[int, Call]] = deque()
         self._holes = [(0, self.nbytes)]
         self._address: int | None = cupy.cuda.runtime.hostAlloc(self.nbytes, _PORTABLE)

@@ -69,7 +69,7 @@ def waiting(function: HasSlots, within: Iterable[BegunAttempt]) -> Iterator[None
     Raises:
         RuntimeError: the call would close a cycle.
     """
-    # Attempts of sessions on other event loops change on other threads, and are left out.
+    # Skip attempts of sessions on other event loops, which change on other threads.
     around = [each for each in within if not each.is_over and each.function.loop is function.loop]
     wait = Wait(function)
     for attempt in around:

@@ -73,5 +73,5 @@ def _made(source: Node, given: Sequence[Spec]) -> Sequence[Spec]:
     try:
         made = source.op.infer(*given, **source.attrs)
     except GraphError:
-        return declared  # the kernel refuses them too, and its words are for the user
+        return declared  # the kernel refuses them, too, with a message for users
     return (made,) if isinstance(made, Spec) else made

@@ -54,7 +54,7 @@ def as_kernel_error(
     `GeneratorExit` is meant for the generator that is closed. Out of a run it would look as if the caller were closed.
     """
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration) and str(error) in _STOPPED:
-        error = error.__cause__  # Python has put the other in its place
+        error = error.__cause__  # Python has replaced it by a RuntimeError
     found = None if node.region is None else node.region.place_of(error)
     if not isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
         source = node.source if found is None else found[0].node
@@ -103,13 +103,13 @@ def as_kernel_error(
         tag, name, op = "/".join(filter(None, (wrapped.tag, row))), wrapped.node, wrapped.op
         wrapped.move_to(node=name, op=op, tag=tag, inputs=wrapped.inputs, location=wrapped.location)
     if isinstance(error, TooManyIterations) and not error.loop.by_hand:
-        # The loop itself, whatever drove it: a region, a card, or the primitives it was lowered to.
+        # Name the loop itself, whether a region, a card or primitives ran it.
         loop, tag, seen = error.loop, wrapped.tag, wrapped.inputs
         wrapped.move_to(node=loop.name, op="while", tag=tag, inputs=seen, location=loop.location)
     if body is not None:
         _place_in_body(wrapped, body)
     if isinstance(wrapped, OutOfMemoryError):
-        error.__traceback__ = None  # its frames hold the very values that are too many
+        error.__traceback__ = None  # its frames keep the values that exceed the memory
     wrapped.__cause__ = error
     return wrapped
 

@@ -73,7 +73,7 @@ def run_single_call(
         cost = node.times.cost
         if cost is None:
             if is_generator:
-                return None  # it may well be long; the executor measures it
+                return None  # perhaps long; the executor measures it
             cost = node.times.cost = first_guess(node, inputs)
         size = size_of(inputs)
         if size * INLINE_LIMIT_NS > _MOST_ELEMENTS * limit_ns or cost.predict_ns(size) > limit_ns:
@@ -148,7 +148,7 @@ class CountedCall:
 
     def __init__(self, call: SingleCall, device: Device, quiet: Context) -> None:
         self._call, self._device, self._quiet = call, device, quiet
-        # Not the node's, of whose firings each may make many steps.
+        # Not the node's cost: each of its firings may make many steps.
         self._cost = MeasuredCost(base_ns=inf)
 
     @property

@@ -140,8 +140,8 @@ class SlicedRegion:
         Raises:
             StopIteration: it has ended; the exception's value is the tuple of outputs.
         """
-        # The processor's time leaves out the moments when others ran, but is dear to ask for.
-        # Whoever has the frame finds its variables when the function has returned: the last loop's counter.
+        # Processor time excludes moments when other threads ran, but is slow to read. A kept frame still has its
+        # variables after the function returned: the last loop's counter.
         frame = self.generator.gi_frame if self.is_traced else None
         if self.is_traced and self._standing is None:
             self._standing = self._phase()
@@ -189,7 +189,7 @@ class SlicedRegion:
         self.phases.append(PhaseSpan(phase, started_ns, ended_ns))
         self._standing = self._phase()
         if phase.counter and frame is not None and self._standing is not phase:
-            count = frame.f_locals.get(phase.counter)  # none if it failed before the loop began
+            count = frame.f_locals.get(phase.counter)  # missing if it failed before the loop began
             if count is not None:
                 self.iterations[phase] = count
 
@@ -266,7 +266,7 @@ class SlicedRegion:
         """Describe the awaited resource, for messages."""
         frame, code = self.generator.gi_frame, self.node.region
         assert self.place is not None and frame is not None and code is not None
-        source = code.places[frame.f_lineno + 1].node  # behind the yield it is claimed
+        source = code.places[frame.f_lineno + 1].node  # the line after the yield claims it
         return f"{source.name}: {self.place.describe()}\n    built at {source.location}"
 
 
