@@ -336,7 +336,7 @@ def main(rooms_asked: list[str]) -> None:
             print(f'    "{room}": Figures({rounded}),')
         if room in rooms_asked:
             docstrings = [x for x in docstrings_of(room) if x.unnamed() or x.long() or x.is_question()]
-            for each in docstrings + [comment for comment in comments_of(room) if comment.unnamed()]:
+            for each in docstrings + [x for x in comments_of(room) if x.unnamed() or x.long()]:
                 print(f"{each.path.relative_to(ROOT)}:{each.line}: {' '.join(each.text.split())}")
 
 

@@ -13,7 +13,7 @@ import asyncflow as af
 import asyncflow.serving
 import asyncflow.testing
 from tests.packaging import prose
-from tests.packaging.prose import FIGURES, GOAL, PACKAGE, ROOT, Passage, comments_in, docstrings_of
+from tests.packaging.prose import FIGURES, GOAL, PACKAGE, ROOT, Passage, comments_in, comments_of, docstrings_of
 
 GLOSSARY = dict(
     re.findall(r"^\| ([a-z ]+) \| (.*) \|$", (ROOT / "docs/design/words.md").read_text("utf-8"), re.MULTILINE)[1:]
@@ -43,6 +43,8 @@ def test_docstrings_of_a_room_name_their_subjects(room: str) -> None:
 @ROOMS
 def test_comments_of_a_room_name_their_subjects(room: str) -> None:
     assert prose.figures_of_room(room).comments <= FIGURES[room].comments, HINT
+    long = [each for each in comments_of(room) if each.long()]
+    assert [f"{each.path.relative_to(ROOT)}:{each.line}: {each.text}" for each in long] == []
 
 
 @ROOMS

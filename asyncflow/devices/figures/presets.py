@@ -171,8 +171,8 @@ LINKS: Mapping[str, Link] = {
         _link("pcie3", 15.75, 0.80, 8e-6, "PCI Express 3.0 x16"),
         _link("pcie4", 31.5, 0.80, 7e-6, "PCI Express 4.0 x16"),
         _link("pcie5", 63.0, 0.80, 6e-6, "PCI Express 5.0 x16"),
-        # Between two cards. Before NVSwitch a pair had one link (DGX-1 with P100), or two where it is a neighbour on
-        # the ring through all eight (DGX-1 with V100); behind NVSwitch a pair has all links of a card.
+        # Between two cards. Before NVSwitch a pair had one link (DGX-1 with P100). Neighbours on the ring through all
+        # eight cards had two (DGX-1 with V100). With NVSwitch a pair has all links of a card.
         _link("nvlink1", 20, 0.90, 2e-6, "NVLink 1, one link of a DGX-1 with P100"),
         _link("nvlink2", 50, 0.90, 2e-6, "NVLink 2, two links of 25 GB/s of a DGX-1 with V100"),
         _link("nvlink3", 300, 0.90, 2.5e-6, "NVLink 3 and NVSwitch, twelve links of 25 GB/s of a DGX A100"),
@@ -212,8 +212,8 @@ HOSTS: Mapping[str, Host] = {
             "to benchmarks.host_costs of 2026-11-22 where these say nothing: Python 3.12, CuPy 14.2, NVIDIA H100 in a "
             "virtual machine on an Intel Xeon; docs/gpu/README.md says which row each cost is from",
         ),
-        # No such runtime exists: it is what the experiments of EuroSys '18 ran on, as far as they say, with TensorFlow
-        # 1's costs as measured in docs/performance_tables.md where there are any.
+        # No such runtime exists: it models the one of EuroSys '18, as far as the paper describes it. Costs of
+        # TensorFlow 1 are from docs/performance_tables.md, where measured.
         Host(
             name="c++",
             summary="a C++ runtime with a thread a device",

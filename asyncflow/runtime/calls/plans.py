@@ -102,7 +102,7 @@ class PlanCache:
     async def aclose(self) -> None:
         """Leave compilations to their threads: a run that waits for one gets a `SessionClosedError`."""
         loop = asyncio.get_running_loop()
-        compiling = [each for each in self._compiling.values() if each.get_loop() is loop]  # a closed loop ends none
+        compiling = [each for each in self._compiling.values() if each.get_loop() is loop]  # a closed loop runs nothing
         for each in compiling:
             each.cancel()
         await asyncio.gather(*compiling, return_exceptions=True)

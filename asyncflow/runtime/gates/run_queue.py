@@ -427,7 +427,7 @@ class RunQueue(Generic[R]):
 
     def _part(self, count: int, nbytes: int) -> float:
         """Return the share of the places that `count` runs with `nbytes` bytes take."""
-        # With 0 slots, count one run as two slots of one, which is too many.
+        # With a limit of 0, one run counts as twice the limit, which is too many.
         places = 0.0 if self.max_queued is None else count / (self.max_queued or 0.5)
         space = 0.0 if self.max_queued_bytes is None else nbytes / (self.max_queued_bytes or 0.5)
         return max(places, space)

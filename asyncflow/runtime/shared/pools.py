@@ -304,7 +304,7 @@ class LoopPool(SharedWork):
             elif self._has_streams:
                 await self._step_emitting(group)
             else:
-                # A step of one row without a row axis takes less time, but would copy what it changes.
+                # A step of one row without a row axis takes less time, but would copy the values it changes.
                 steps = code.one if len(group.rows) == 1 and not self.shared.changed else None
                 await self._step(steps or code.many, group)
         # An activation that has left may be about to join again.
