@@ -163,8 +163,7 @@ class RowGroup(Generic[A]):
         for place, (values, mine) in enumerate(zip(following, self._lent or repeat(None), strict=False)):
             # A body that works in place returns the slab parts lent by `inputs`: they already hold the next values.
             if values is not mine or len(values) != rows:
-                # Copy views: a body that swaps two variables returns views of slabs, which may be written before they
-                # are read.
+                # Copy views: a body that swaps two variables returns views of slabs, which may be overwritten first.
                 fresh.append((place, values if values.base is None else values.copy()))
         has_changed = False
         for place, values in fresh:
