@@ -258,7 +258,7 @@ class _Gradients:
                 if reached is not None:
                     self.sweeps[outer.graph].give(outer, reached)
         found = [self._found(x) for x in self.sources]
-        # Zeros only where a target depends on the source by ops without a derivative: looked for if they are asked for.
+        # Zeros only for a source that a target depends on through ops without a derivative, searched only if needed.
         if any(grad is None for grad in found):
             connected = self._connected()
             for place, x in enumerate(self.sources):
@@ -317,7 +317,7 @@ def _graphs_around(graph: Graph) -> dict[Graph, None]:
     if graph.parent is not None:
         found |= _graphs_around(graph.parent)
     # Found twice, a graph keeps its first place: outer graphs come before inner ones.
-    if isinstance(graph, GradientBody):  # a gradient function of the user's asks for gradients in turn
+    if isinstance(graph, GradientBody):  # a user's gradient function calls `gradients` in turn
         found |= _graphs_around(graph.forward)
     found[graph] = None
     return found

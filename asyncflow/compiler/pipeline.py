@@ -108,7 +108,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
     return plan
 
 
-# -- when passes run -------------------------------------------------------------------------------------------------
+# -- conditions of passes --------------------------------------------------------------------------------------------
 
 
 def _optimizes(program: Program, context: Context) -> bool:

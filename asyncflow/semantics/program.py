@@ -94,7 +94,7 @@ class NeededGraph:
         self._reads.append(read.node)
         return read
 
-    # -- which nodes run -----------------------------------------------------------------------------------------
+    # -- needed nodes --------------------------------------------------------------------------------------------
 
     def _find_needed(self, roots: Iterable[Tensor | Node]) -> None:
         self._pending += roots

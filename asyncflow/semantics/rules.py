@@ -389,7 +389,7 @@ class Rules:
         bodies = {each for body in node.subgraphs for each in levels(body)}
         return any(each.graph in bodies and inner[: len(tag)] == tag for each, inner in state.waiting)
 
-    # -- telling states apart ------------------------------------------------------------------------------------
+    # -- keys of states ------------------------------------------------------------------------------------------
 
     def key(self, state: ProgramState) -> Hashable:
         """Equal for states from which the same may follow: resources, and values in transit."""

@@ -297,7 +297,7 @@ async def _host_code(subject: _Subject) -> None:
     """User-defined functions and coroutines get host arrays, and the device uses their results."""
     with subject.fed((2,)) as x:
         y = _awaited(_doubled(x * 3.0)) * 10.0
-    async with subject.alone() as session:  # alone, as a CPU beside it would compute the function
+    async with subject.alone() as session:  # only this device, or a CPU would compute the function
         result = await session.run(y, {x: np.array([1, 2], "f4")})
     _require_equal(result, np.array([70, 130], "f4"), y.name)
 

@@ -82,6 +82,13 @@ def test_the_measure_finds_words_without_a_referent() -> None:
     assert Passage(PACKAGE, 1, "Return one.\n\n===  ===\n" + "word " * 26 + "\n===  ===\n").long() == []
 
 
+@ROOMS
+def test_rulers_between_sections_are_noun_phrases(room: str) -> None:
+    asking = re.compile(r"-- (?:what|which|whether|when|where|how|why|who|asked|told)\b")
+    found = [each for each in comments_of(room) if asking.match(each.text)]
+    assert [f"{each.path.relative_to(ROOT)}:{each.line}: {each.text}" for each in found] == []
+
+
 def test_comments_on_consecutive_lines_count_as_one(tmp_path: Path) -> None:
     path = tmp_path / "commented.py"
     path.write_text(

@@ -148,7 +148,7 @@ def _passed(
     return apply(RECOMPUTED, *outputs, *inputs, count=len(outputs), arguments=len(own), is_random=is_random)
 
 
-# -- what runs again --------------------------------------------------------------------------------------------------
+# -- nodes that run again ---------------------------------------------------------------------------------------------
 
 _NOT_COPIED = frozenset({PARAMETER, PLACEHOLDER, VARIABLE_READ})
 """Ops of nodes whose values are there, and which mean something else in another place."""
@@ -315,7 +315,7 @@ class _PieceCopy(Copier):
         is_piece = node.op is RECOMPUTED and node.attrs["is_random"]
         key = None
         if self.key is not None and (is_piece or draws(node) or told_key(node) in self.given):
-            key = self.value(self.key)  # in front of what uses it
+            key = self.value(self.key)  # in front of its users
         made = super().made(node)
         if key is not None and is_piece:
             # The inner piece draws by this key, which is one of its inputs, as it comes from outside.

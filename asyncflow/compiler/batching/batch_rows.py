@@ -197,7 +197,7 @@ def _ancestors(product: Node, counter: Node, captured: Iterable[Tensor]) -> set[
     return found
 
 
-# -- how far the loop goes -------------------------------------------------------------------------------------------
+# -- bounds of the loop ----------------------------------------------------------------------------------------------
 
 _BOUNDS: dict[Op, tuple[int, int]] = {LESS: (1, 0), LESS_EQUAL: (1, 1), GREATER: (-1, 0), GREATER_EQUAL: (-1, 1)}
 """Comparisons of a counter with a bound: the step that leads there, and how many iterations there are at the bound."""

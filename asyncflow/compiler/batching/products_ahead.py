@@ -67,7 +67,7 @@ def most_at_once(
     return max(1, int(most))
 
 
-# -- what makes the rows ---------------------------------------------------------------------------------------------
+# -- steps that compute rows -----------------------------------------------------------------------------------------
 
 Steps = tuple[tuple[str, dict[str, object], tuple[int, ...], bool], ...]
 """Ops with their attributes, the numbers of their inputs, and True if the host computes the step for a card. Number 0

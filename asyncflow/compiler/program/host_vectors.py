@@ -79,7 +79,7 @@ def _is_source(node: Node, cards: Collection[str]) -> bool:
     return node.device in cards and runs_on_host(node) and not conduct.is_user and not conduct.is_async
 
 
-# -- what stays ------------------------------------------------------------------------------------------------------
+# -- vectors that stay -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ def captured_host_values(region: Region, on_host: AbstractSet[Tensor]) -> set[Te
     card has them, and computes with them.
     """
     found = {x for x in region.inputs if x in on_host and (x.shape != () or x.dtype.kind in "biu")}
-    # Constants stand outside of regions, and are no inputs of them.
+    # Constants are outside regions, but are not inputs of regions: add them.
     found.update(x for node in region.walk() for x in node.inputs if x.node.op is CONSTANT and x in on_host)
     inside = (x for node in region.walk() for x in node.outputs)
     vectors = {x for x in inside if x in on_host and x.shape != () and x.dtype.kind in "biu"}

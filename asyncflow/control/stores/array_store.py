@@ -93,7 +93,7 @@ class Block:
         self.fits: tuple[int, ...] | None = fits
         self.shape = fits
         self.array: Any = np.empty((size, *fits), dtype)
-        # A view of its own: a read-only flag on `array` would forbid the writes still to come.
+        # A separate view: a read-only flag on `array` would forbid later writes.
         self.readable: Array | None = self.array.view()
         self.readable.flags.writeable = False
         self.left = 0

@@ -205,7 +205,7 @@ class CountedNamespace(StoreNamespace):
     def _noting(self, function: Kernel) -> Kernel:
         def call(*args: Value, **options: Value) -> object:
             result: object = function(*args, **options)
-            if getattr(result, "base", self) is None:  # an array in memory of its own
+            if getattr(result, "base", self) is None:  # not a view: a kernel has run
                 self._requests.kernels += 1
             return result
 

@@ -125,7 +125,7 @@ class Progress(LaunchingDevice["CudaStream"]):
         for stream in busy:
             stream.notify(ended)
 
-    # -- whether it is lost --------------------------------------------------------------------------------------
+    # -- loss of the device --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise if the device is lost.

@@ -206,7 +206,7 @@ HOSTS: Mapping[str, Host] = {
             copy_s=64e-6,
             event_s=3.2e-6,
             delivery_s=14e-6,
-            # Beside an idle loop; a busy one hears after 5 ms, which depends on what else it does.
+            # For an idle loop; a busy one wakes up after 5 ms, which depends on its other work.
             wake_s=68e-6,
             source="fitted by python -m benchmarks.gpu_model to the runs of 2026-11-22 and 2026-11-28 in docs/gpu, and "
             "to benchmarks.host_costs of 2026-11-22 where these say nothing: Python 3.12, CuPy 14.2, NVIDIA H100 in a "
@@ -339,7 +339,7 @@ def kernel_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int
     A kernel that is bound by arithmetic is a product: it also takes the card's ``ramp_s``, in which others may run.
     """
     taken_ns = work_ns(card, flops, nbytes, itemsize)
-    # Elementwise operations and sums are bound by memory, however large: only products reach this.
+    # Elementwise operations and sums of any size are bound by memory: only products come here.
     if card.ramp_s and flops * card.bytes_per_s >= nbytes * card.flops_per_s:
         taken_ns += round(card.ramp_s * _GIGA * min(1.0, flops / _FULL_RAMP_FLOPS))
     return max(round(card.kernel_s * _GIGA), taken_ns)

@@ -147,7 +147,7 @@ class Mover(ABC):
             handle.error = copy(error)
             self._discard(handle)
 
-    # -- as the room of the gate ---------------------------------------------------------------------------------
+    # -- for the memory gate -------------------------------------------------------------------------------------
 
     @property
     def is_held_up(self) -> bool:

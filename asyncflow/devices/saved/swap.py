@@ -151,7 +151,7 @@ class SavedMoves:
         self._leaving = self._ending = self._coming = self._arriving = self._unasked = 0
         self._moved_out = self._moved_in = self._discarded = self._late = 0
 
-    # -- told ----------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------
 
     def saved(self, handle: SavedHandle, now_ns: int | None, *, moves: Moves = "short") -> Orders:
         """A value of at least `least_bytes` was saved, for the first time; None if that was some time ago."""
@@ -376,7 +376,7 @@ class SavedMoves:
         self._clear(nbytes, self._youngest_first() if run is None else [self.group(run)], out)
         return Orders(out=out)
 
-    # -- asked ---------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     def group(self, key: int) -> SavedGroup:
         """The values that one run saves; to be asked for at each save."""

@@ -110,7 +110,7 @@ class SimDevice(Timeline):
         self.state_events: dict[SimStream, SimEvent] = {}
         if kind == "sim" or limit is not None:
             self._move_saved([host or Space("host")] if kind == "sim" else [], spills=spills)
-        # A card with one copy engine copies in one direction at a time: both names lead to one lane.
+        # A card with one copy engine copies in one direction at a time: both directions share a lane.
         into, out = CopyLane(f"{self.name} in"), CopyLane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 

@@ -146,7 +146,7 @@ class SimMachine:
             if not pool.has_seen(event):
                 self.hazards.append(_early_free(storage, event, verb))
 
-    # -- what state keeps ----------------------------------------------------------------------------------------
+    # -- memory kept by state ------------------------------------------------------------------------------------
 
     def keep(self, owner: Array, storage: Storage) -> None:
         """Remember whose memory state's array is, and keep that while the array lives."""

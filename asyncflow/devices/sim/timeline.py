@@ -268,7 +268,7 @@ class Timeline(LaunchingDevice[SimStream]):
                 self.thread.spend("event")
                 pool.wait(event)
 
-    # -- when ----------------------------------------------------------------------------------------------------
+    # -- calls at later times -------------------------------------------------------------------------------------
 
     def _told(self, call: Callable[..., object], *args: Value) -> None:
         """Call a function once the host has had time to notice the event."""

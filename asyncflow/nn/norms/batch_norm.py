@@ -162,7 +162,7 @@ def _batch_norm(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(BATCH_NORM_GRADIENT)
 def _batch_norm_gradient(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    # Of tensors of its own: a path between inputs that exists before is no part of this derivative.
+    # Separate identities: paths between the inputs before this node do not belong to this derivative.
     grad, x, *affine = (identity(each) for place, each in enumerate(node.inputs) if place not in (2, 3))
     y = _of_ops(x, affine, **node.attrs)
     firsts = gradients([y], [x, *affine], [grad])
@@ -263,7 +263,7 @@ def batch_norm(
             astype(_per_channel(name, value, channels), wide)
             for name, value in (("running_mean", running_mean), ("running_var", running_var))
         )
-        # Of channels alone: a loop, or a graph with constant statistics, computes them once.
+        # Computed from statistics only: a loop, or a graph with constant statistics, computes them once.
         scale = divide(np.asarray(1, wide), sqrt(variance + float(eps)))
         if weight is not None:
             scale = multiply(scale, astype(affine[0], wide))

@@ -122,7 +122,7 @@ def default_value(x: Tensor) -> Array | None:
     return KnownValues().value(x)
 
 
-# -- when a run is fed -----------------------------------------------------------------------------------------------
+# -- assumptions about feeds -----------------------------------------------------------------------------------------
 
 
 def assumptions_about(graph: Graph, fed: Collection[Tensor]) -> list[Assumption]:

@@ -117,7 +117,7 @@ def compile_key(key: Key) -> tuple[Index | None, Callable[..., Index]]:
     if not any(_inputs_of(entry) for entry in key):
         index = tuple(_static(entry) for entry in key)
         return index, lambda: index
-    # Short ways for the keys of inner loops: a key of tensors alone, a range of rows, a single entry.
+    # Fast paths for keys of inner loops: only tensors, a range of rows, a single entry.
     if key == tuple(("input", number) for number in range(len(key))):
         return None, lambda *values: values
     if key == ROW_RANGE:

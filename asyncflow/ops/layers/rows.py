@@ -21,7 +21,7 @@ row_rule(nn.ONE_HOT)(along_with_size)
 def _layer_norm(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     x, *affine = inputs
     axes = tuple(1 + axis for axis in normalize_axes(node.attrs["axis"], x.rank))
-    # Weights that are the same for all rows broadcast as they are: to spread them costs a call a step.
+    # Weights shared by all rows broadcast: spreading them would cost a call in each step.
     values = rows.aligned([LiftedValue(rows.spread(x), has_rows=True), *affine])
     return apply(node.op, *values, **{**node.attrs, "axis": axes})
 

@@ -147,7 +147,7 @@ def leave_behind(tasks: Mapping[asyncio.Task[object], tuple[PlanNode, Callable[.
     """Stops waiting for cancelled tasks that have not ended, and reports each as a failure."""
     for task, (_, deliver) in list(tasks.items()):
         place = _waits_at(task)
-        if place is UNKNOWN_LOCATION:  # no coroutine of the user's: a plain function with limits
+        if place is UNKNOWN_LOCATION:  # not a user's coroutine: a plain function with limits
             message = (
                 f"{task.get_name()} cannot be stopped: {GRACE_S:g} s after its run ended early, its function still "
                 f"works on a thread; the run ends without it. With a timeout= for the function, no run waits for it"

@@ -89,7 +89,7 @@ class CheckpointedSession(ABC):
         strict: bool,
     ) -> Restored:
         self._bind()
-        with located_at(called_at):  # a task of its own has no line of the user in its call stack
+        with located_at(called_at):  # a new task has no user line in its call stack
             return await self._checkpoints.restore(as_path(path), variables, strict)
 
     async def swap_variables(

@@ -95,7 +95,7 @@ class SharedWork(TellingState):
         self.is_held = False
         self._asked_again_s = inf
 
-    # -- what each kind of work says of itself -----------------------------------------------------------------------
+    # -- defined by each kind of work --------------------------------------------------------------------------------
 
     def members(self) -> Iterable[SharedMember]:
         """Return all members, waiting or joined."""

@@ -295,7 +295,7 @@ class QueueState(LinedState):
             self._settle()
         self.wake_called()
 
-    # -- which place may go on, under the lock -------------------------------------------------------------------
+    # -- conditions of places in line, under the lock ------------------------------------------------------------
 
     def _held(self) -> int:
         return len(self.elements) + len(self._in_hand)

@@ -269,7 +269,7 @@ class ThreadSubmission:
             except BaseException as exc:
                 self.error = without_this_frame(exc)
         self.ended_ns = perf_counter_ns()
-        del work, args  # freed before the loop is told, so that an account it then reads is right
+        del work, args  # freed before the post, so that the loop then reads correct memory accounts
         jobs.finished += 1
         self.mailbox.post(self)
 

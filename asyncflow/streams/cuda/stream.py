@@ -349,7 +349,7 @@ class CudaStream:
                 following.add(stream)
         return tuple(kept)
 
-    # -- used by events ------------------------------------------------------------------------------------------
+    # -- for events ----------------------------------------------------------------------------------------------
 
     async def reach(self, event: CudaEvent) -> None:
         """Return when the work before `event` is done."""

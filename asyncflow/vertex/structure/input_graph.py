@@ -240,7 +240,7 @@ class InputGraph:
         offsets, children, samples, types, heights = self._arrays()
         every = range(len(self))
         chosen = every[index] if isinstance(index, slice) else range(every[index], every[index] + 1)
-        if chosen.step != 1 and chosen:  # arrays of neighbouring samples are slices; others are put together anew
+        if chosen.step != 1 and chosen:  # arrays of neighbouring samples are slices; others are batched again
             return InputGraph.batch([self[sample] for sample in chosen])
         start, stop = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
         first, last = samples[start], samples[stop]

@@ -49,7 +49,7 @@ class Refusal(NamedTuple):
     why: str
 
 
-# -- which part ------------------------------------------------------------------------------------------------------
+# -- the repeated part -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ def part_for(loop: WhileNode, values: Iterable[Tensor], *, before: bool = True) 
     return part
 
 
-# -- whether it may be -----------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def why_never_twice(loop: WhileNode, part: BodyPart) -> Refusal | None:
@@ -155,7 +155,7 @@ def _made_outside(tensor: Tensor, owners: Owners) -> Node:
     return tensor.node
 
 
-# -- a copy of it ----------------------------------------------------------------------------------------------------
+# -- the copy --------------------------------------------------------------------------------------------------------
 
 
 class Repeat(Copier):
@@ -194,7 +194,7 @@ class Repeat(Copier):
         if rows is None:
             if self.number is None or not (draws_numbers(node.op) or node.op is RANDOM_AGAIN):
                 return super().made(node)
-            number = self.target.import_tensor(self.number)  # stands in front of what uses it
+            number = self.target.import_tensor(self.number)  # import it in front of its users
             made = super().made(node)
             draw_by_key(made, number, self.loops)
             return made

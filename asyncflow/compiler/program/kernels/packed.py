@@ -192,7 +192,7 @@ class PackedChain:
         for value, place in zip(inputs, key, strict=True):
             if place is None and np.ndim(value):
                 raise InternalError(f"{self._name}: an array of the host is an operand")
-        layout = self._layout(key) if any(key) else None  # numbers alone are not on the device
+        layout = self._layout(key) if any(key) else None  # only numbers: no operand is on the device
         # Drop all at once: finding one again takes microseconds, but tracking the order of use would slow every call.
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()

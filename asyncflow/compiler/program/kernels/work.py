@@ -60,7 +60,7 @@ def launch_of(node: Node) -> Launch:
     op = node.op
     if op in _PRODUCTS:
         return "product"
-    # Reductions, scans and sorts go through CuPy's own functions, which look at much before they launch anything.
+    # Reductions, scans and sorts use CuPy's own functions, which do much work before they launch.
     return "library" if op.rows in ("axes", "axis", "matrices") or op in _OF_CUPY else "launch"
 
 

@@ -131,7 +131,7 @@ class Source:
         return made, source, filename
 
 
-# The constructor of a NamedTuple is a Python function, and kernels in loops ask for a context in each iteration.
+# A NamedTuple's constructor is a Python function, which would run in each iteration for kernels with a context.
 _new_tuple = tuple.__new__
 
 

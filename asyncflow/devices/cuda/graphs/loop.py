@@ -140,7 +140,7 @@ class Interpreter:
         places = {buffer.data.mem.ptr for buffer in buffers if buffer.nbytes}
         for index, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
             _check_fits(buffer, value)
-            # One variable's next value may be another's current one, or a view of its own.
+            # A variable's next value may be another one's current value, or a view of the old value.
             if isinstance(value, self.cupy.ndarray) and value is not buffer and value.data.mem.ptr in places:
                 values[index] = value.copy()
         for buffer, value in zip(buffers, values, strict=True):
@@ -189,7 +189,7 @@ class LoopGraph:
         # Compile all kernels first: a capture must not load modules.
         rehearsed.run(loop, self._variables)
         capture(raw, lambda: rehearsed.run(loop, self._variables))
-        # Never given memory of their own: see `PrivateMemory`.
+        # They never get their own memory: see `PrivateMemory`.
         sides = [cupy.cuda.Stream(non_blocking=True) for _ in range(rehearsal.depth)]
         nodes = ConditionalNodes(cupy, raw, sides, bindings, self._state)
         # The functions hold constants, and the nodes hold the kernels that decide.

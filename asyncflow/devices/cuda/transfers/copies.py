@@ -88,7 +88,7 @@ class CudaCopies:
         """Give pinned memory back, once all streams have ended; blocks."""
         self._small.close()
 
-    # -- in ------------------------------------------------------------------------------------------------------
+    # -- copies in -----------------------------------------------------------------------------------------------
 
     def bring(self, value: Array, name: str) -> CudaArray:
         """A copy of an array of the host, which the caller may then change.
@@ -169,7 +169,7 @@ class CudaCopies:
                 raise
         return CudaArray(array, device, self._h2d, name, landed, landing)
 
-    # -- out -----------------------------------------------------------------------------------------------------
+    # -- copies out ----------------------------------------------------------------------------------------------
 
     def fetch(self, value: CudaArray, deliver: Deliver) -> None:
         """Copy a device value to the host: later, ``deliver(array, error)`` is called once."""
@@ -394,7 +394,7 @@ class CudaCopies:
         landed = self._h2d.conclude(done, landing, buffer)
         return CudaArray(array, self._device, self._h2d, name, landed, landing)
 
-    # -- what all have in common ---------------------------------------------------------------------------------
+    # -- shared parts --------------------------------------------------------------------------------------------
 
     def new(self, shape: tuple[int, ...], dtype: DType, name: str) -> CupyArray:
         """New memory of the device, from the arena of its first compute stream."""

@@ -131,7 +131,7 @@ class CudaSwapping(Swapping):
         pointer = device.cupy.cuda.memory.MemoryPointer(here.array.data.mem, start + offset)
         return self._ndarray(shape, dtype, pointer, strides)
 
-    # -- out -----------------------------------------------------------------------------------------------------
+    # -- copies out ----------------------------------------------------------------------------------------------
 
     def send(self, handle: SavedHandle) -> None:
         """Copy the values out, after the writers, once there is pinned memory; to the file if the host has no more
@@ -206,7 +206,7 @@ class CudaSwapping(Swapping):
         else:
             self._passage.leave(buffer.nbytes)
 
-    # -- in ------------------------------------------------------------------------------------------------------
+    # -- copies in -----------------------------------------------------------------------------------------------
 
     def bring(self, handle: SavedHandle) -> None:
         """Copy the value in, to new memory; from the file once a thread has read it."""
@@ -390,7 +390,7 @@ class CudaSwapping(Swapping):
         self._has_left(handle, flight.there, None)
         return True
 
-    # -- what all have in common ---------------------------------------------------------------------------------
+    # -- shared parts --------------------------------------------------------------------------------------------
 
     def discard(self, there: object) -> None:
         """Free the block of a file; pinned memory goes with its last reference, which a copy may have."""

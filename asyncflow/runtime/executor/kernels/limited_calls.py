@@ -445,7 +445,7 @@ class LimitedFunction(LinedState):
         self._counts["timeouts"] += 1
         return TimeoutError(f"{limits.name} did not return within timeout={limits.timeout:g} s{more}")
 
-    # -- telling -------------------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------
 
     def statistics(self) -> LimitStatistics:
         """Return the counts now."""

@@ -35,7 +35,7 @@ _STOPPED = ("generator raised StopIteration", "coroutine raised StopIteration")
 
 def describe(value: object) -> str:
     """dtype and shape of a run-time value: ``float32[64,64]``."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):  # of whichever device
+    if hasattr(value, "dtype") and hasattr(value, "shape"):  # an array of any device
         return f"{dtype_name(value.dtype)}{format_shape(value.shape)}"
     return type(value).__name__
 
@@ -76,7 +76,7 @@ def as_kernel_error(
     if body is not None:
         reason = body.inner.reason  # it may count axes as axes of a row
     if isinstance(error, GraphError):
-        reason = error.reason  # no line of the user's is on the stack
+        reason = error.reason  # without a location: no user line is on the stack
     if body is None and attempt_of(error):
         reason = f"{reason} ({attempt_of(error)})"
     kind: type[KernelError] = KernelError

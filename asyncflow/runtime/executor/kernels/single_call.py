@@ -195,7 +195,7 @@ def _fail(error: BaseException, node: PlanNode, inputs: Sequence[Value], device:
     try:
         raise failure from failure.__cause__
     finally:
-        del failure  # its traceback leads to this frame, and that would be a cycle
+        del failure  # its traceback refers to this frame: avoid a cycle
 
 
 def _outputs(region: Generator[object, int | None, Value]) -> Value:

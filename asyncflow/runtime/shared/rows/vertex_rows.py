@@ -302,7 +302,7 @@ class VertexRows(Generic[R]):
         return [*apart, *together.values()], empty
 
     def _nothing(self) -> list[Array]:
-        # An extent that is not known may be any, since there is no row that has it.
+        # With no rows, unknown extents may have any value.
         rows = [np.empty((0, *(extent or 0 for extent in (x.shape or ())[1:])), x.dtype) for x in self.specs]
         return [*rows[: self.n_states], *(rows if self.gives_rows else ())]
 
