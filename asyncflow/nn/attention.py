@@ -103,17 +103,17 @@ class _Blocks:
         q = self.of(0, items, queries)
         scores = xp.matmul(q * q.dtype.type(self.scale), self.of(1, items, seen).swapaxes(-1, -2))
         # The dtype's least number would mask as well, but would hide queries without keys.
-        keys, unseen = xp.arange(seen.stop), scores.dtype.type(-np.inf)
+        keys = xp.arange(seen.stop)
         # The first query of a block sees the keys up to its own number, so no key may need masking. The scores belong
         # to this block, and change in place, as no value is larger.
         if self.causal and seen.stop > queries.start + 1:
-            xp.copyto(scores, unseen, where=keys > xp.arange(queries.start, queries.stop)[:, None])
+            scores = self._without(scores, keys > xp.arange(queries.start, queries.stop)[:, None])
         if self.lengths is not None:
-            xp.copyto(scores, unseen, where=keys >= self.lengths[items][:, None, None, None])
+            scores = self._without(scores, keys >= self.lengths[items][:, None, None, None])
         if self.mask is not None:
             mask = self._mask_of(items)[:, :, queries, seen]
             if mask.dtype == bool:
-                xp.copyto(scores, unseen, where=~mask)
+                scores = self._without(scores, ~mask)
             else:
                 scores += mask
         if not seen.stop:  # an empty axis has no `max`
@@ -125,6 +125,13 @@ class _Blocks:
         xp.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
         scores /= total if is_finite else xp.where(total == 0, total.dtype.type(1), total)
+        return scores
+
+    def _without(self, scores: Array, unseen: Array) -> Array:
+        """Return the scores with -inf where a key is not seen: on the host in place."""
+        if self.xp is not np:
+            return self.xp.where(unseen, scores.dtype.type(-np.inf), scores)
+        np.copyto(scores, -np.inf, where=unseen)
         return scores
 
     def _mask_of(self, items: slice) -> Array:
