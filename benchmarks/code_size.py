@@ -29,7 +29,7 @@ PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_263,
     "asyncflow/runtime/": 11_335,
-    "asyncflow/ops/": 9_160,
+    "asyncflow/ops/": 9_200,
     "asyncflow/devices/": 9_475,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
@@ -45,7 +45,7 @@ CAPS: Final = {
     "asyncflow/": 1_176,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
-    "asyncflow/nn/": 1_700,
+    "asyncflow/nn/": 1_715,
     "asyncflow/testing/": 562,
     "asyncflow/optim/": 255,
 }

@@ -151,6 +151,40 @@ def test_einsum(evaluate: Any, subscripts: Any, shapes: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("subscripts", "shapes", "calls"),
+    [
+        ("bqhd,bkhd->bhqk", [(2, 3, 4, 5), (2, 6, 4, 5)], 0),
+        ("hkd,hd->kh", [(4, 6, 5), (4, 5)], 0),
+        ("iab,jba->ji", [(2, 3, 4), (5, 4, 3)], 0),
+        ("i,i->", [(3,), (3,)], 0),
+        ("bij,bjk->bik", [(1, 2, 3), (4, 3, 2)], 0),
+        ("ij,jk->ik", [(0, 3), (3, 0)], 0),
+        ("ij,jk->ik", [(2, 0), (0, 4)], 0),
+        ("ij,jk->ik", [(2, 1), (3, 4)], 1),
+        ("ij,jk->k", [(2, 3), (3, 4)], 1),
+        ("i,j->ij", [(2,), (3,)], 1),
+        ("ii,ij->j", [(3, 3), (3, 4)], 1),
+    ],
+)
+def test_einsum_of_two_operands_is_a_product(
+    subscripts: str, shapes: Any, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contractions that are products of matrices call no einsum of NumPy's."""
+    arrays = [sample(shape, "float64", seed) for seed, shape in enumerate(shapes)]
+    want, made, plain = np.einsum(subscripts, *arrays), list[Any](), np.einsum
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(np, "einsum", counted)
+    found = kernel_of(linalg.EINSUM)(np, subscripts=subscripts, dtype=np.dtype("float64"))(*arrays)
+    assert found.shape == want.shape
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+    assert len(made) == calls
+
+
+@pytest.mark.parametrize(
     ("subscripts", "shapes"),
     [
         ("...ij,...jk", [(5, 2, 3), (3, 4)]),

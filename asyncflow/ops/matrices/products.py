@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from functools import partial
 from string import ascii_letters
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, apply, graph_for
@@ -332,11 +335,52 @@ def _einsum_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, subscrip
 
 def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     # An optimized path contracts pairs with matrix products; for one or two operands it is the plain call.
-    product = partial(xp.einsum, subscripts, optimize=True)
+    product: Kernel = partial(xp.einsum, subscripts, optimize=True)
+    if xp is np and dtype.kind in "fc":
+        product = _one_product(subscripts, product) or product
     if summed_in(dtype) == dtype:
         # With one operand the result may be a view, which would keep the operand's memory.
         return (lambda x: xp.array(product(x))) if len(_parse(subscripts)[0]) == 1 else product
     return lambda *xs: product(*(x.astype(summed_in(dtype)) for x in xs)).astype(dtype)
+
+
+def _one_product(subscripts: str, otherwise: Kernel) -> Kernel | None:
+    """Return a contraction of two operands as a product of matrices, or None for any other contraction.
+
+    NumPy plans a path in each call, which takes as long as the products of a few rows: heads of attention take half of
+    the time like this.
+    """
+    terms, result = _parse(subscripts)
+    if len(terms) != 2 or any(len(set(term)) < len(term) for term in terms):
+        return None
+    of_x, of_y = terms
+    shared = [letter for letter in of_x if letter in of_y]
+    batch = [letter for letter in result if letter in shared]
+    summed = [letter for letter in shared if letter not in result]
+    left = [letter for letter in result if letter in of_x and letter not in shared]
+    right = [letter for letter in result if letter in of_y and letter not in shared]
+    if not summed or len(shared) + len(left) != len(of_x) or len(shared) + len(right) != len(of_y):
+        return None
+    first, n_summed = len(batch), len(summed)
+    to_x = tuple(of_x.index(letter) for letter in (*batch, *left, *summed))
+    to_y = tuple(of_y.index(letter) for letter in (*batch, *summed, *right))
+    back = tuple((*batch, *left, *right).index(letter) for letter in result)
+
+    def product(x: Array, y: Array) -> Array:
+        x_axes, y_axes = x.transpose(to_x), y.transpose(to_y)
+        rows, columns = x_axes.shape[first:-n_summed], y_axes.shape[first + n_summed :]
+        inner = x_axes.shape[-n_summed:]
+        if inner != y_axes.shape[first : first + n_summed]:  # an extent of 1 broadcasts
+            found: Array = otherwise(x, y)
+            return found
+        count = math.prod(inner)
+        flat: Array = np.matmul(
+            x_axes.reshape((*x_axes.shape[:first], math.prod(rows), count)),
+            y_axes.reshape((*y_axes.shape[:first], count, math.prod(columns))),
+        )
+        return flat.reshape((*flat.shape[:first], *rows, *columns)).transpose(back)
+
+    return product
 
 
 EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=NEW_UNCAPTURED)
