@@ -39,7 +39,7 @@ from asyncflow.ops.rows.by_row import called_op
 from asyncflow.semantics.report import describe_races
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
@@ -388,7 +388,8 @@ class Plan:
         by now (`Session(cuda_graphs=True)`). If none can, it names the node, option or rule that prevents them.
 
         Args:
-            source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
+            source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes. Of a pooled loop
+                that has made steps it shows the code of steps of several requests, and of one.
             memory: only the memory of CUDA graphs that there are by now, and the values that loops save for their
                 gradients: each with its bytes an iteration and its readers. On devices with a limit, also the choice
                 for each (``Session(saved_values="auto")``) or the treatment asked for (``"keep"``, ``"swap"``), its
@@ -422,6 +423,9 @@ class Plan:
                     if planned.region is not None:
                         lines.append(f"\n# {planned.name}\n{planned.region.source}")
                         lines += _explain_kernels(planned.source)
+                    for source_node in _nodes_of(planned.source):
+                        steps = getattr(source_node.attrs.get("shared"), "step_sources", {})
+                        lines += [f"\n# {source_node.name}, {kind}\n{code}" for kind, code in steps.items()]
         return "\n".join(lines)
 
     def _explain_graph_memory(self) -> list[str]:
@@ -449,8 +453,7 @@ class Plan:
         lines: list[str] = []
         for partition in self.partitions:
             for planned in partition.nodes:
-                source = planned.source
-                for node in source.attrs["region"].walk() if source.op is REGION else (source,):
+                for node in _nodes_of(planned.source):
                     if node.op is PRODUCT_AHEAD:
                         lines.append(f"{node.name}: made ahead, for several iterations at once")
                     elif node.op is ADD_PRODUCTS:
@@ -481,6 +484,11 @@ class Plan:
 
 _COMPILED = tuple(field.name for field in fields(Plan) if field.name not in ("request", "cost", "used", "is_shared"))
 """Fields of a plan that compiling sets."""
+
+
+def _nodes_of(source: Node) -> Iterable[Node]:
+    """Return the nodes of a region, or a node that is none."""
+    return source.attrs["region"].walk() if source.op is REGION else (source,)
 
 
 def _explain_kernels(region: Node) -> Iterator[str]:

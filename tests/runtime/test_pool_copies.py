@@ -1,8 +1,9 @@
-"""Bytes that a pooled loop copies: of caches none in a step, whether words are streamed or given at the end."""
+"""Values of a pooled loop: bytes that it copies and holds, shapes that it steps apart, and the code of its steps."""
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -148,3 +149,41 @@ async def test_steps_leave_shared_values_alone(clients: int) -> None:
             found = await asyncio.gather(*(session.run(fetches, {n: k}) for k in range(clients)))
             for mine, its in found:
                 np.testing.assert_array_equal(mine, its)
+
+
+def summed(pool: af.Pool | None = None) -> tuple[af.Graph, list[af.Tensor], af.Tensor]:
+    """A loop that captures an array of any length."""
+    with af.Graph() as graph:
+        n, x = af.placeholder("int64", ()), af.placeholder("float64", (None,), name="memory")
+        found = af.while_loop(lambda i, _: i < n, lambda i, s: (i + 1, s + af.sum(x)), (0, 0.0), pool=pool)
+    return graph, [n, x], found[1]
+
+
+async def test_captures_of_many_shapes_are_told_once() -> None:
+    """Requests whose captured values differ in shape share no step, though their variables are alike."""
+    graph, feeds, found = summed(af.Pool(8))
+    async with af.Session(graph) as session:
+        run = session.prepare(found, feeds)
+        for lengths, told in (((2, 3, 4, 4), 0), ((2, 3, 4, 5, 2), 1), ((2, 3, 4, 6), 0)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                sums = await asyncio.gather(*(run(20, np.ones(length)) for length in lengths))
+            assert sums == [20.0 * length for length in lengths]
+            messages = [str(each.message) for each in caught]
+            assert len(messages) == told
+            for message in messages:
+                assert "memory:0, which the loop captures, has shapes [2], [3], [4], [5]" in message
+                assert "pad it to one shape" in message
+
+
+async def test_explain_shows_the_steps_of_a_pooled_loop() -> None:
+    graph, feeds, found = summed(af.Pool(8))
+    async with af.Session(graph) as session:
+        plan = session.plan(found, feeds)
+        assert "steps of" not in plan.explain(source=True)
+        await session.run(found, dict(zip(feeds, (3, np.ones(2)), strict=True)))
+        text = plan.explain(source=True)
+        assert "steps of" not in plan.explain()
+    several, one = text.split(", steps of several requests\n")[1].split(", steps of one request\n")
+    assert "steps_together_iteration += 1" in several
+    assert "steps_together_iteration += 1" in one

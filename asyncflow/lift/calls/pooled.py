@@ -75,6 +75,7 @@ class SharedLoop(SharedCode):
         by_size: True if it stacks or slices stores: activations that are stepped together then have equally many
             entries.
         has_several: True if `several` pays.
+        step_sources: code of compiled regions for `Plan.explain`, by the kind of step.
         check: program from all inputs to a flag for each activation: True if it goes on.
         steps: program that makes steps. It takes the most steps to make, a flag for each activation, and all inputs. It
             gives the next loop variables, flags of activations that go on, and the number of steps made.
@@ -108,7 +109,8 @@ class SharedLoop(SharedCode):
         self.has_several = self.is_repeatable and sum(1 for part in (condition, body) for _ in part.walk()) <= _LARGEST
         self.bodies = condition, body
         self._places = tuple(kept)
-        self._condition, self._body = self.bodies
+        self._body = body
+        self.step_sources: dict[str, str] = {}
         self._constants = shared_constants({inner: outer for outer, inner in body.captures.items()})
         self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
         self._taking: dict[int, BodyProgram] = {}
@@ -123,6 +125,13 @@ class SharedLoop(SharedCode):
     def n_vars(self) -> int:
         """Return the number of loop variables among the inputs; the others are captures."""
         return len(self.specs)
+
+    @property
+    def captured_names(self) -> dict[int, str]:
+        """Return the names of captured arrays, by place among the inputs of a firing."""
+        outer = {inner: x for x, inner in self._body.captures.items()}
+        inputs = enumerate(self._body.inputs[place] for place in self._places)
+        return {k: outer[x].name for k, x in inputs if k >= self.n_vars and x in outer and self.has_rows[k]}
 
     def programs(self) -> tuple[BodyProgram, ...]:
         """See the class."""
@@ -163,7 +172,7 @@ class SharedLoop(SharedCode):
         return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
     def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
-        """Return the program `steps` with these values of the body in front of the flags, for one step at a time."""
+        """Return the program `steps` with the streamed values in front of the flags, for single steps."""
         program = self._emitting.get(streamed)
         if program is None:
             program = self._emitting[streamed] = self._stepping(is_one=False, streamed=streamed)
@@ -226,7 +235,7 @@ class SharedLoop(SharedCode):
     def _checking(self) -> BodyProgram:
         with Graph() as graph:
             given, feeds, count = self._many()
-            goes_on = self._values(self._condition, given, count)
+            goes_on = self._values(self.bodies[0], given, count)
         return BodyProgram(graph, feeds, tuple(goes_on), self.states)
 
     def _stepping(self, *, is_one: bool, streamed: tuple[Tensor, ...] = ()) -> BodyProgram:
@@ -238,7 +247,7 @@ class SharedLoop(SharedCode):
             # The flags of many rows come from `check` or the previous step; for one activation they are computed here,
             # without a separate launch.
             if is_one:
-                (flags,) = self._values(self._condition, given, count, label="/again")
+                (flags,) = self._values(self.bodies[0], given, count, label="/again")
             else:
                 flags = placeholder("bool", (None,))
 
@@ -267,7 +276,7 @@ class SharedLoop(SharedCode):
     ) -> list[Tensor]:
         """Return which activations go on with these variables, which are added to `given`."""
         given.update({k: LiftedValue(x, count is not None) for k, x in enumerate(following)})
-        return self._values(self._condition, given, count, label=f"{label}/again")
+        return self._values(self.bodies[0], given, count, label=f"{label}/again")
 
     def _values(
         self,

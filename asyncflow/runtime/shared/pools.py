@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import warnings
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,12 +17,14 @@ from itertools import compress
 from math import inf
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
 from asyncflow.compiler.plan import Plan
 from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.shapes import format_shape
 from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.lift.calls.pooled import STEPS, SharedLoop
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
@@ -47,6 +50,12 @@ _BESIDE_NS = 20_000_000
 
 _STEPS = re.compile(rf"{STEPS}/\d+/?")
 """Begins the tag of what fails in a step."""
+
+_MANY_GROUPS = 4
+"""Number of shapes of a captured value beside equal variables, from which the user is told."""
+
+_told: WeakSet[SharedLoop] = WeakSet()
+"""Loops whose users have been told."""
 
 _MOST_CALM = 5
 """Most passes that make up to four times as many steps as the previous, while no row comes or goes."""
@@ -264,6 +273,9 @@ class LoopPool(SharedWork):
         has_own_memory = bodies.memory_home(many) is not None
         is_placed = shared.is_static and has_own_memory
         alone = _Steps(bodies, one[0], shared.has_rows, is_one=True) if one else None
+        for kind, plan in zip(("steps of several requests", "steps of one request"), (many, *one), strict=False):
+            regions = [node.region for partition in plan.partitions for node in partition.nodes if node.region]
+            shared.step_sources[kind] = "\n".join(region.source for region in regions)
         device, threads = many.partitions[0].device, bodies.threads_of(many)
         steps = _Steps(bodies, many, shared.has_rows, is_one=False)
         return _Code(check, steps, alone, is_placed, has_own_memory, device, threads, {})
@@ -287,6 +299,8 @@ class LoopPool(SharedWork):
         may_join = alone is None and rows.line.by_priority and not (is_free and rows.live == self.shared.pool.capacity)
         for group, first in rows.admit(self._joining(code.many)) if may_join else ():
             await self._check(code.check, group, first)
+        if len(rows.groups) >= _MANY_GROUPS and self.shared.origin not in _told:
+            self._tell_apart()
         if rows.steps >= self._next_limit:
             await self._end_endless()
         if code.one is not None and rows.alone is not None:
@@ -311,6 +325,23 @@ class LoopPool(SharedWork):
         self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
         if rows.is_empty:
             await self._placed.forget()
+
+    def _tell_apart(self) -> None:
+        """Warn, the first time, if requests share no step as their captured values differ in shape."""
+        shared = self.shared
+        for place, name in shared.captured_names.items():
+            shapes = self.rows.shapes_apart(place)
+            if len(shapes) >= _MANY_GROUPS:
+                _told.add(shared.origin)
+                some = ", ".join(map(format_shape, shapes[:_MANY_GROUPS]))
+                warnings.warn_explicit(
+                    f"{self.label} steps requests apart: {name}, which the loop captures, has shapes {some}, and only "
+                    "requests with equal shapes share a step; pad it to one shape before the loop",
+                    UserWarning,
+                    shared.loop.location.file,
+                    shared.loop.location.line,
+                )
+                return
 
     async def goes_on(self) -> bool:
         """See `SharedWork.goes_on`."""

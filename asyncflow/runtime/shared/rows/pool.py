@@ -38,6 +38,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from asyncflow.errors import InternalError
+from asyncflow.graph.values.shapes import Shape
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.values import Array, Value
 
@@ -252,6 +253,15 @@ class PoolRows(Generic[A]):
     def is_empty(self) -> bool:
         """Return whether the pool has no activation."""
         return not (self.live or self.line.by_priority or self.alone is not None)
+
+    def shapes_apart(self, place: int) -> list[Shape]:
+        """Return the shapes of one captured input among groups whose variables have equal shapes."""
+        at, found = self._own.index(place), dict[Hashable, set[Shape]]()
+        for key in self.groups:
+            assert isinstance(key, tuple)
+            found.setdefault(key[: self._n_vars], set()).add(key[at])
+        most: set[Shape] = max(found.values(), key=len)
+        return sorted(most, key=str)
 
     def everybody(self) -> Iterator[A]:
         """Return rows and waiting activations."""
