@@ -30,7 +30,7 @@ CAPS: Final = {
     "asyncflow/compiler/": 13_263,
     "asyncflow/runtime/": 11_335,
     "asyncflow/ops/": 9_200,
-    "asyncflow/devices/": 9_475,
+    "asyncflow/devices/": 9_486,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_600,
@@ -38,7 +38,7 @@ CAPS: Final = {
     "asyncflow/control/": 2_040,
     "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
-    "asyncflow/cli/": 1_331,
+    "asyncflow/cli/": 1_410,
     "asyncflow/profiler/": 1_161,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
@@ -46,11 +46,11 @@ CAPS: Final = {
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 1_715,
-    "asyncflow/testing/": 562,
+    "asyncflow/testing/": 684,
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 69_530
+TOTAL: Final = 69_678
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

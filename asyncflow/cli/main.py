@@ -14,6 +14,7 @@ from typing import TypeAlias
 import asyncflow as af
 from asyncflow.cli.check import check
 from asyncflow.cli.checkpoint import ACTIONS, checkpoint
+from asyncflow.cli.compare import compare
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.explain import explain
 from asyncflow.cli.parameters import parameters
@@ -50,7 +51,7 @@ _FLAGS = {
     "simulate": ("-h", "--help", "--shapes-only"),
 }
 
-_COMMANDS = (*_WITH_VALUE, "checkpoint", "devices", "replay")
+_COMMANDS = (*_WITH_VALUE, "checkpoint", "compare", "devices", "replay")
 
 _CHECK_EXAMPLES = """\
 examples:
@@ -72,6 +73,17 @@ examples:
   asyncflow checkpoint diff checkpoints/run7
 
 A directory of steps stands for its latest step. The exit code is 1 for a damaged step, and for steps that differ.
+"""
+
+_COMPARE_EXAMPLES = """\
+examples:
+  asyncflow compare before.py:main after.py:main
+  asyncflow compare train.py:main --devices cpu:0 --devices cuda:0
+  asyncflow compare "train.py --steps 3" "train.py --steps 3 --fast" --tolerance 1e-6
+
+Both run in this process, node by node, the first one as the golden run; seed their graphs if they draw random numbers.
+The exit code is 0 if all values that both have are equal, 1 for a difference, 2 if a target makes no sense, 3 if a
+program failed and no value differed before.
 """
 
 _EXPLAIN_EXAMPLES = f"""\
@@ -190,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     add("devices", help="list what graphs can run on here").set_defaults(do=_list_devices)
     _add_check(add)
     _add_checkpoint(add)
+    _add_compare(add)
     _add_explain(add)
     _add_parameters(add)
     _add_profile(add)
@@ -248,6 +261,41 @@ def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
     if options.action != "diff":
         options.refuse(f"{options.action} takes one path; {options.other} is another")
     return [options.path, options.other]
+
+
+def _add_compare(add: _AddCommand) -> None:
+    compared = add(
+        "compare",
+        help="run two programs, and name the first node whose values differ",
+        description="Runs two programs, or one on two sets of devices, and names the first node whose values differ, "
+        "with the line that built it.",
+        usage="asyncflow compare [-h] first [second] [--devices D]... [--tolerance X]",
+        epilog=_COMPARE_EXAMPLES,
+    )
+    compared.set_defaults(do=_compare, refuse=compared.error)
+    compared.add_argument("first", help="what to run, as of profile; in quotes with its arguments")
+    compared.add_argument("second", nargs="?", help="what to compare it with (default: the first again)")
+    compared.add_argument(
+        "--devices",
+        metavar="D",
+        action="append",
+        default=[],
+        help="devices of sessions that name none, such as cuda:0,cuda:1; given twice, for the first and the second",
+    )
+    compared.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=_tolerance,
+        help="largest difference, as a share of the largest magnitude of a value (default: by dtype, 0.0003 for "
+        "float32); integers have to be equal",
+    )
+
+
+def _compare(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
+    if len(options.devices) > 2:
+        options.refuse("--devices is given once for each of two programs")
+    devices = [each.split(",") for each in options.devices]
+    return compare(options.first, options.second or options.first, devices, tolerance=options.tolerance)
 
 
 def _add_explain(add: _AddCommand) -> None:
@@ -466,6 +514,16 @@ def _machine(text: str) -> MachineSpec:
         return parse_machine(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _tolerance(text: str) -> float:
+    try:
+        tolerance = float(text)
+    except ValueError:
+        tolerance = -1.0
+    if not tolerance >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance: a number, 0 or more")
+    return tolerance
 
 
 def _seed(text: str) -> int:

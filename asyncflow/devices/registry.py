@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from asyncflow.devices.cpu.kind import CpuKind
 from asyncflow.devices.cuda.kind import CudaKind
@@ -22,7 +23,19 @@ for _kind in (CpuKind(), CudaKind(), _SIMULATED["sim"]):
     register_kind(_kind)
 
 _DEFAULT = ("cpu:0",)
+_defaults: list[Sequence[str]] = []
+"""Devices in place of `_DEFAULT`; the last of them holds."""
 _AVAILABLE = "available are logical CPU devices, as many as you like: cpu:0, cpu:1, ..."
+
+
+@contextmanager
+def default_devices(names: Sequence[str]) -> Iterator[None]:
+    """Open these devices for sessions inside the block that name none."""
+    _defaults.append(names)
+    try:
+        yield
+    finally:
+        _defaults.pop()
 
 
 def open_devices(
@@ -60,7 +73,10 @@ def open_devices(
             f"devices= is a list of names, such as ['cpu:0', 'cpu:1']; got {type(specs).__name__} {specs!r}"
         )
     if specs is None:
-        specs = _DEFAULT if machine is None else [f"sim:{index}" for index in range(len(machine.spec.cards))]
+        default = _defaults[-1] if _defaults else _DEFAULT
+        specs = (
+            default if machine is None or _defaults else [f"sim:{index}" for index in range(len(machine.spec.cards))]
+        )
     names = [_full_name(spec) for spec in specs]
     if not names:
         raise PlacementError(f"devices= is empty and a session needs one; leave it out for {_DEFAULT[0]}; {_AVAILABLE}")
