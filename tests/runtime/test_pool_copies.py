@@ -14,6 +14,7 @@ import pytest
 import asyncflow as af
 from asyncflow.ops.indexing import in_place, indexing
 from asyncflow.ops.indexing.in_place import OwnBuffer
+from asyncflow.runtime.shared import pools
 from asyncflow.runtime.shared.rows.pool import RowGroup
 
 Array = np.ndarray[Any, Any]
@@ -187,3 +188,35 @@ async def test_explain_shows_the_steps_of_a_pooled_loop() -> None:
     several, one = text.split(", steps of several requests\n")[1].split(", steps of one request\n")
     assert "steps_together_iteration += 1" in several
     assert "steps_together_iteration += 1" in one
+
+
+async def test_runs_of_steps_are_short_beside_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool whose steps are long makes them in runs of 20 ms, but of a turn while requests of another pool stream."""
+    asked: list[tuple[bool, float]] = []
+    is_streaming = False
+
+    def most_beside(steps: pools._Steps, size: int, time_ns: float) -> int:
+        asked.append((is_streaming, time_ns))
+        return 2
+
+    monkeypatch.setattr(pools._Steps, "most", lambda *_: 0)
+    monkeypatch.setattr(pools._Steps, "most_beside", most_beside)
+    numbers: list[af.Tensor] = []
+
+    def step(at: af.Tensor) -> af.Tensor:
+        numbers.append(at * 1)
+        return at + 1
+
+    with af.Graph() as graph:
+        n = af.placeholder("int64", ())
+        end = af.while_loop(lambda at: at < n, step, 0, pool=af.Pool(4), parallel_iterations=1 << 20)
+    async with af.Session(graph) as session:
+        assert await session.run(end, {n: 9}) == 9
+        words = session.stream(numbers[0], {n: 1_000_000})
+        await anext(words)
+        is_streaming = True
+        assert await session.run(end, {n: 9}) == 9
+        is_streaming = False
+        await words.aclose()
+    longest = {streaming: max(time_ns for told, time_ns in asked if told is streaming) for streaming in (False, True)}
+    assert longest == {False: pools._BESIDE_NS, True: pools._TURN_NS}

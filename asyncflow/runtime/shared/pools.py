@@ -422,7 +422,10 @@ class LoopPool(SharedWork):
 
     def _beside(self, steps: _Steps, size: int) -> Array:
         """Return the most steps of a run, which drops to 1 once a row comes or goes."""
-        time_ns = (_TURN_NS if self.stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
+        # Requests that stream wait for this run between two of their values.
+        has_streams = any(isinstance(each, LoopPool) and each._has_streams for each in self._pools)
+        is_short = self.stepper.is_behind or has_streams
+        time_ns = (_TURN_NS if is_short else _BESIDE_NS) / max(len(self.rows.groups), 1)
         most = steps.most_beside(size, time_ns) if self.shared.is_repeatable and not self._has_streams else 1
         self._is_long = self._is_long or steps.most_beside(size, _TURN_NS) == 1
         self._most_beside = np.array(int(min(most, self._next_limit - self.rows.steps)))
