@@ -185,7 +185,7 @@ FAULTS = (
     Fault(
         "a graph of a card reads the inputs of the launch before",
         "devices/cuda/graphs/graph.py",
-        "copy_into(cupy, buffer, value, raw)",
+        "copy_into(cupy, self.array, value, raw)",
         "pass",
         "executor",
         "test_every_run_computes_with_its_own_feeds",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.machine.cost import MeasuredCost
+    from asyncflow.devices.protocol import Into
     from asyncflow.devices.saved.working_set import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
@@ -198,6 +200,14 @@ class PlanNode:
         self.conduct = called_op(source).conduct
         way = FiringWay.AWAITED if self.conduct.is_async else FiringWay.SMALL if _is_small(source) else FiringWay.TIMED
         self.way = int(_CROSSINGS.get(source.op, way))
+
+    def offer_of(self, output: int) -> Into | None:
+        """Return the function of a region that reads an output, which may offer memory for a copy of it."""
+        for _, slot, target in self.targets[output][0]:
+            offer = getattr(target.kernel, "offer", None)
+            if offer is not None:
+                return partial(offer, slot - target.slot)
+        return None
 
     def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
         """Make the node run generated code, by calling `kernel`."""

@@ -20,6 +20,7 @@ from asyncflow.devices.options import positive_count
 from asyncflow.devices.values import ArraySpec as ArraySpec
 from asyncflow.devices.values import Deliver as Deliver
 from asyncflow.devices.values import DeviceValue, is_shape
+from asyncflow.devices.values import Into as Into
 from asyncflow.devices.values import Placed as Placed
 from asyncflow.devices.values import Shape as Shape
 from asyncflow.streams.protocol import Stream
@@ -174,11 +175,13 @@ class HostKernel(CoroutineKernel):
 
     Attributes:
         staying: positions of outputs that only the host uses: they are not copied in.
+        offers: per output, the function that may offer memory for its copy; empty without any.
     """
 
-    __slots__ = ("staying",)
+    __slots__ = ("offers", "staying")
 
     staying: Collection[int]
+    offers: Sequence[Into | None]
 
 
 def is_coroutine_kernel(kernel: object) -> bool:
@@ -444,6 +447,10 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         Kernels wait for the copy by themselves; `value` must not change before it is delivered. On a device that has a
         memory of its own, a value that has stayed there is delivered as it is, and `RowsToJoin` are joined.
         """
+
+    def feed_into(self, value: Value, deliver: Deliver, into: Into | None) -> None:
+        """`feed`; ``into(array)`` may offer memory for the copy, which no device needs to use (`PlanNode.offer_of`)."""
+        self.feed(value, deliver)
 
     def send(self) -> int:
         """Return the time at which a message sent now to another device is on its way, in nanoseconds of the event

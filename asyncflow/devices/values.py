@@ -26,6 +26,9 @@ Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
 Placed: TypeAlias = Any
 """A value where a device keeps it: a `DeviceValue`, a number of the host, or an object that only kernels understand."""
 
+Into: TypeAlias = Callable[[Placed], Placed]
+"""Takes an array of the host, and gives memory of a device for its copy; None for new memory."""
+
 
 class StoreNamespace(ModuleType):
     """The array library `xp` for stores that launch kernels of their own, with each function wrapped to note them."""

@@ -12,7 +12,7 @@ MOST: Final = {
     "small": (225, 2, 1, 0, 1),
     "256 KiB": (265, 2, 3, 2, 2),
     "nothing fed": (192, 1, 1, 0, 1),
-    "one graph": (275, 3, 1, 0, 1),
+    "one graph": (275, 2, 1, 0, 1),
     "two cards": (395, 2, 3, 2, 1),
 }
 """Most functions of a run, with the checks of the tests at its end; its copies, and records of events, waits of streams

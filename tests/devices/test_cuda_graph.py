@@ -112,6 +112,69 @@ def test_inputs_may_be_freed_and_used_again_while_a_launch_is_pending(fake: Fake
         assert [output.get()[0] for output in outputs] == [0, 2, 4, 6, 8]
 
 
+def offered(region: Region, value: Any) -> Any:
+    """Return memory of a graph for the first input, with a copy of `value`; None if there is none."""
+    array = region.captured.offer(0, value)
+    if array is not None:
+        with region.card.stream:
+            array.set(value)
+    return array
+
+
+def calm(region: Region, *inputs: Any) -> None:
+    region.captured.offer(0, inputs[0])  # asks before the capture, as feeds do
+    for _ in range(WARM_UPS + CALM + 2):
+        region(*inputs)
+
+
+def test_a_value_in_offered_memory_is_not_copied_and_keeps_the_memory_until_it_goes(card: Card) -> None:
+    region = card.region(lambda xp, x: (x * 2,))
+    calm(region, np.ones(4))
+    value = offered(region, np.full(4, 3.0))
+    assert offered(region, np.ones(4)) is None  # in use
+    assert offered(region, np.ones(5)) is None
+    copies = card.pool.account.requests.copies
+    with card.stream:
+        (result,) = card_call(region, value)
+        assert result.get().tolist() == [6.0] * 4
+    assert card.pool.account.requests.copies <= copies + 1  # of the output
+    with card.stream:
+        assert value.get().tolist() == [3.0] * 4
+    del value
+    assert offered(region, np.ones(4)) is not None
+
+
+def test_a_launch_leaves_the_value_of_another_run_in_offered_memory(card: Card) -> None:
+    region = card.region(lambda xp, x: (x * 2,))
+    calm(region, np.ones(4))
+    value, calls = offered(region, np.full(4, 3.0)), region.calls
+    assert region(np.full(4, 5.0))[0].tolist() == [10.0] * 4
+    assert region.calls == calls + 1  # by its kernels
+    with card.stream:
+        assert card_call(region, value)[0].get().tolist() == [6.0] * 4
+    del value
+    assert region(np.full(4, 7.0))[0].tolist() == [14.0] * 4
+    assert offered(region, np.ones(4)) is None  # offers pause
+    for _ in range(LONGER + CALM + 1):
+        region(np.ones(4))
+    assert offered(region, np.ones(4)) is not None
+
+
+def test_no_other_graph_has_offered_memory_for_its_temporaries(card: Card) -> None:
+    region = card.region(lambda xp, x: (xp.tanh(xp.square(x) + 1) * 2,))
+    for size in (64, 32, 16):
+        calm(region, np.ones(size))
+    values = [offered(region, np.full(size, 3.0)) for size in (64, 32, 16)]
+    for size in (24, 64, 32, 16):
+        other = card.region(lambda xp, x: (xp.tanh(xp.square(x) + 1) * 2,))
+        for _ in range(WARM_UPS + 2):
+            other(np.ones(size))
+    with card.stream:
+        for value in values:
+            assert value.get().tolist() == [3.0] * value.size
+            assert card_call(region, value)[0].get().tolist() == [np.tanh(10.0) * 2] * value.size
+
+
 def card_call(region: Region, *values: Any) -> tuple[Any, ...]:
     return region.captured(*values)
 

@@ -230,6 +230,7 @@ class Layout:
             if planned.source.attrs.get("stays") or is_for_host:
                 self.host_feeds.add(planned)
         elif (kernel := host_kernel(planned.kernel)) is not None:
+            kernel.offers = [planned.offer_of(index) for index in range(len(planned.targets))]
             kernel.staying = [
                 index
                 for index, (plain, merges) in enumerate(planned.targets)

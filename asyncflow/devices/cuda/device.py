@@ -42,7 +42,7 @@ from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
-from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
+from asyncflow.devices.protocol import Deliver, Device, Into, KernelInfo, Placed, Span, Spans
 from asyncflow.devices.saved.saved_handle import Space
 from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, is_plain, stays_on_host
 from asyncflow.errors import PlacementError
@@ -330,7 +330,11 @@ class CudaDevice(Progress):
             copying.synchronize()
         return CudaArray(array, self, self.compute, name)
 
-    def feed(self, value: Placed, deliver: Deliver, name: str = "feed") -> None:
+    def feed_into(self, value: Placed, deliver: Deliver, into: Into | None) -> None:
+        """`feed`; ``into(array)`` may offer memory of the compute stream for the copy."""
+        self.feed(value, deliver, into=into)
+
+    def feed(self, value: Placed, deliver: Deliver, name: str = "feed", into: Into | None = None) -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
         `value` must not change before that, but for a `ForeignArray`. Counters, predicates and anything but arrays stay
@@ -350,15 +354,15 @@ class CudaDevice(Progress):
         if np.ndim(value) == 0 or stays_on_host(value):
             deliver(as_scalar(value), None)
             return
-        self.copies.feed(value, deliver, name)
+        self.copies.feed(value, deliver, name, into)
 
     def _joined(self, value: RowsToJoin, name: str) -> Placed:
         info = KernelInfo(name=name, flops=lambda *_: 0.0, infer=lambda *_: None)
         return CudaLauncher(self, lambda *rows: value.join(self.xp, rows), info)(*value.rows)
 
-    def fed(self, value: Array, name: str) -> Placed:
+    def fed(self, value: Array, name: str, into: Into | None = None) -> Placed:
         """`feed` for coroutines: the device value, or a future of it."""
-        return self._future_of(lambda deliver: self.feed(value, deliver, name))
+        return self._future_of(lambda deliver: self.feed(value, deliver, name, into))
 
     # -- values out ----------------------------------------------------------------------------------------------
 

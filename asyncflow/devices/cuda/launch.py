@@ -23,7 +23,7 @@ from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.graphs.graph import CapturedRegion, RegionGraph
 from asyncflow.devices.cuda.progress import MOST_AHEAD
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
-from asyncflow.devices.protocol import HostKernel, KernelInfo, Placed, Span, recording
+from asyncflow.devices.protocol import HostKernel, Into, KernelInfo, Placed, Span, recording
 from asyncflow.devices.values import DeviceValue, as_scalar, is_plain, stays_on_host
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.cuda.transfers.buffers import BuffersByVariable
-    from asyncflow.values import Kernel, Value
+    from asyncflow.streams.cuda.cupy_types import CupyArray
+    from asyncflow.values import Array, Kernel, Value
 
 STEP_LAUNCHES = 32
 """Number of launches after which a region stops for its driver, if it stops after each step."""
@@ -97,6 +98,7 @@ class CudaHostLauncher(HostKernel):
     _kernel: Kernel
     _info: KernelInfo
     staying: Collection[int] = ()
+    offers: Sequence[Into | None] = ()
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, run the kernel there, and copy its outputs in.
@@ -117,7 +119,7 @@ class CudaHostLauncher(HostKernel):
         given = {id(value): argument for value, argument in zip(values, args, strict=True)}
         with recording(device, spans):
             outputs = [
-                output if index in self.staying else self._placed(given.get(id(output)), output)
+                output if index in self.staying else self._placed(given.get(id(output)), output, index)
                 for index, output in enumerate([result] if info.single else result)
             ]
         outputs = await _all(outputs)
@@ -131,11 +133,12 @@ class CudaHostLauncher(HostKernel):
             result = self._kernel(*values, leaving=self.staying) if self._info.stays else self._kernel(*values)
         return await result if inspect.isawaitable(result) else result
 
-    def _placed(self, argument: Placed, output: Value) -> Placed:
+    def _placed(self, argument: Placed, output: Value, index: int) -> Placed:
         if isinstance(argument, DeviceValue):
             return argument
         if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
-            return self._device.fed(np.asarray(output), self._info.name)
+            into = self.offers[index] if self.offers else None
+            return self._device.fed(np.asarray(output), self._info.name, into)
         output = as_scalar(output)
         is_there = is_plain(output) or isinstance(output, np.ndarray | CudaArray)
         return output if is_there else CudaOpaque(output, self._device, self._device.compute, True)
@@ -181,6 +184,12 @@ class CudaRegionLauncher:
             BaseException: what a kernel raises, as it is.
         """
         return self._function(*args)
+
+    def offer(self, position: int, value: Array) -> CupyArray | None:
+        """Return memory for the copy of a fed array that this region reads as that input; None for new memory."""
+        # Graphs of other streams read their buffers in an order that copies of feeds do not wait for.
+        is_usual = self._values.stream is self._device.compute
+        return None if self._region is None or not is_usual else self._region.offer(position, value)
 
     def _inputs(self, args: Sequence[Value]) -> list[Placed]:
         self._device.check()

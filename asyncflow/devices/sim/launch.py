@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.devices.memory import Held, owner_of
-from asyncflow.devices.protocol import ArraySpec, HostKernel, KernelInfo, Placed, Span, recording
+from asyncflow.devices.protocol import ArraySpec, HostKernel, Into, KernelInfo, Placed, Span, recording
 from asyncflow.devices.sim.namespace import lacks_memory
 from asyncflow.devices.sim.shapes import OutputSpecs, SpecRule, lacks_data
 from asyncflow.devices.sim.values import (
@@ -420,6 +420,7 @@ class SimHostLauncher(HostKernel):
     _kernel: Kernel
     _info: KernelInfo
     staying: Collection[int] = ()
+    offers: Sequence[Into | None] = ()
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, await the user's kernel there, and copy its outputs in, but for some."""

@@ -83,7 +83,8 @@ class Ports:
             deliver = executor.expect(take, arrived)
             try:
                 with recording(device, spans):
-                    device.feed(feeds[index], _read_on(device, deliver) if node in host_feeds else deliver)
+                    receiver = _read_on(device, deliver) if node in host_feeds else deliver
+                    device.feed_into(feeds[index], receiver, node.offer_of(0))
             except BaseException as error:
                 deliver(None, error)
 

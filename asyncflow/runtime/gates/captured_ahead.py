@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.extract import FEED
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan, PlanNode
-    from asyncflow.devices.protocol import Device
+    from asyncflow.devices.protocol import Device, Into
     from asyncflow.runtime.gates.in_flight import InFlight
     from asyncflow.values import Kernel, Value
 
@@ -47,16 +48,17 @@ async def capture_ahead(plan: Plan, values: Sequence[Value], devices: Mapping[st
             inputs = list(partition.root.values[node.slot : node.slot + node.n_inputs])
             for index, source in enumerate(sources):
                 if source.op is FEED:
-                    inputs[index] = await _fed(device, values[source.attrs["index"]])
+                    into = partial(node.kernel.offer, index)  # type: ignore[union-attr]
+                    inputs[index] = await _fed(device, values[source.attrs["index"]], into)
             if node.conduct.needs_context:
                 inputs.insert(0, None)  # graphs do not need the context
             await _driven(ahead, node, inputs, device, runs)
 
 
-def _fed(device: Device, value: Value) -> asyncio.Future[Value]:
+def _fed(device: Device, value: Value, into: Into) -> asyncio.Future[Value]:
     future: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
     assert device.asynchronous is not None, "other devices capture nothing"
-    device.asynchronous.feed(value, lambda placed, error: resolve(future, placed, error))
+    device.asynchronous.feed_into(value, lambda placed, error: resolve(future, placed, error), into)
     return future
 
 

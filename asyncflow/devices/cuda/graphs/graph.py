@@ -1,10 +1,11 @@
 """CUDA graphs: a region that ran a few times on the same shapes is captured, and launched as a whole from then on.
 
-A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch. Its outputs stay
-where they are, in the graph's memory, if nothing holds earlier outputs there any more; else they are copied to new
-arrays (`Lending`). The buffers, and all memory allocated meanwhile, are in blocks that graphs share (`GraphMemory`).
-Copies and launches are on the region's compute stream, in whose order every value of the device is valid; launches of
-graphs never overlap, because they are all on that stream.
+A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch, unless the copy
+from the host was put there in the first place (`InputBuffer`). Its outputs stay where they are, in the graph's memory,
+if nothing holds earlier outputs there any more; else they are copied to new arrays (`Lending`). The buffers, and all
+memory allocated meanwhile, are in blocks that graphs share (`GraphMemory`). Copies and launches are on the region's
+compute stream, in whose order every value of the device is valid; launches of graphs never overlap, as they are all
+on that stream.
 
 A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values on the host: the region may
 have branched on them, and kernels have them as arguments. A region with ever new host values is left alone, and so is a
@@ -21,7 +22,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 from weakref import ReferenceType, ref
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.transfers.buffers import BuffersByVariable
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
-    from asyncflow.values import Kernel, Value
+    from asyncflow.values import Array, Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
 
@@ -295,6 +296,57 @@ class Lending:
         self._copies = [ref(array) for array in copies]
 
 
+class InputBuffer(LentMemory):
+    """Memory of a graph for an input, offered for the next copy of a value of the host.
+
+    The value stays there until the graph is launched, so no other launch may bring a value meanwhile. As for `Lending`,
+    offers begin once each value was gone before the next launch. They pause after a launch that found another run's
+    value.
+    """
+
+    __slots__ = ("_calm", "_conflicts", "_is_known", "_is_out", "_source")
+
+    def __init__(self, array: CupyArray) -> None:
+        super().__init__(array)
+        self._calm = self._conflicts = 0
+        self._is_out = self._is_known = False
+        self._source: ReferenceType[Raw] | None = None
+
+    def offered_for(self, value: Array) -> CupyArray | None:
+        """Return the memory for a copy of an array of the host; None if it is in use, or does not fit."""
+        array = self.array
+        fits = array.dtype == value.dtype and array.shape == value.shape and array.flags.c_contiguous
+        del array  # which would count as a user
+        if not fits or self._calm <= CALM or self.is_held:
+            return None
+        self._is_known = self._is_known or self.shows_users
+        if not self._is_known:
+            return None
+        self._is_out = True
+        return self.array
+
+    def may_take(self, value: Value) -> bool:
+        """Return True if the next launch may bring `value`; False if another value is in the memory, and in use."""
+        if value is self.array:
+            return True
+        if self._is_out and self.is_held:
+            self._conflicts += 1
+            self._calm = -LONGER * self._conflicts
+            return False
+        self._is_out = False
+        return True
+
+    def take(self, cupy: Cupy, value: Value, raw: Raw) -> None:
+        """Bring a value, by the stream `raw`, which is the current one."""
+        if value is self.array:
+            return
+        if isinstance(value, cupy.ndarray):
+            # An input that stays on the card is never gone.
+            self._calm = self._calm + 1 if self._source is None or self._source() is None else min(self._calm, 0)
+            self._source = ref(value)
+        copy_into(cupy, self.array, value, raw)
+
+
 class RegionGraph:
     """A captured region.
 
@@ -327,7 +379,7 @@ class RegionGraph:
         self._code = code
         self._graph = graph
         self._place = place
-        self._inputs = [buffer if isinstance(buffer, ndarray) else None for buffer in inputs]
+        self._inputs = [InputBuffer(buffer) if isinstance(buffer, ndarray) else None for buffer in inputs]
         self._outputs = [LentMemory(value) if isinstance(value, ndarray) else value for value in outputs]
         self._lending = Lending([output for output in self._outputs if type(output) is LentMemory])
         for value in outputs:
@@ -355,6 +407,7 @@ class RegionGraph:
         inputs: Sequence[Value],
         place: Buffers,
         launches: int,
+        fed: Collection[int] = (),
     ) -> Generator[None, int | None, RegionGraph]:
         """Capture a call of a region's code, in slices.
 
@@ -367,14 +420,19 @@ class RegionGraph:
             inputs: of a call.
             place: buffers of the variables.
             launches: see `slice_budget`.
+            fed: positions of inputs whose buffers are offered to the device.
         """
         ndarray = cupy.ndarray
 
+        def start(position: int, value: Value) -> Value:
+            if not isinstance(value, ndarray) and position not in code.numbers:
+                return value
+            # A fed value stays until the launch: no other graph may have the memory for its temporaries.
+            with memory.alone() if position in fed else nullcontext():
+                return buffer_for(cupy, value)
+
         def record() -> Steps[tuple[list[Value], list[Placed]]]:
-            starts = [
-                buffer_for(cupy, value) if isinstance(value, ndarray) or place in code.numbers else value
-                for place, value in enumerate(inputs)
-            ]
+            starts = [start(position, value) for position, value in enumerate(inputs)]
             # The graph keeps the buffers, not their arrays: references to an array show that a reader has it.
             variables = [buffer.array for buffer in place]
             outputs, left = yield from code.steps(starts, variables)
@@ -386,28 +444,36 @@ class RegionGraph:
         graph, (starts, outputs) = yield from capture_in_slices(cupy, private, record(), launches)
         return cls(cupy, raw, memory, code, graph, place, starts, outputs)
 
+    def offer(self, position: int, value: Array) -> CupyArray | None:
+        """Return the memory of an input for a copy of `value`; None if it is in use, or does not fit."""
+        buffer = self._inputs[position]
+        return None if buffer is None else buffer.offered_for(value)
+
     def launch(self, inputs: Sequence[Value], variables: RegionVariables) -> tuple[Placed, ...] | None:
         """The outputs for `inputs`; variables have their new values afterwards.
 
         Outputs are copied to new arrays, or lent in the graph's memory; see `Lending`.
 
-        None, with nothing launched, if the value of a variable or an earlier output is in use.
+        None, with nothing launched, if the value of a variable, an earlier output, or a fed value of another run is in
+        use.
 
         Raises:
             MemoryLimitExceeded: new arrays do not fit; nothing was launched.
             NotLaunchedError: the card has refused it; nothing was launched.
         """
         cupy, raw, lending = self._cupy, self._raw, self._lending
+        brought = [(buffer, x) for buffer, x in zip(self._inputs, inputs, strict=True) if buffer is not None]
         with capturing:  # readers on other threads wait here until the launch is in the stream
+            if not all(buffer.may_take(x) for buffer, x in brought):
+                return None
             if not lending.may_launch():
                 return None
             copies = [] if lending.is_on else [empty_as(cupy, output.array) for output in lending.outputs]
             try:
                 if not variables.take(self._place):
                     return None
-                for buffer, value in zip(self._inputs, inputs, strict=True):
-                    if buffer is not None:
-                        copy_into(cupy, buffer, value, raw)
+                for buffer, x in brought:
+                    buffer.take(cupy, x, raw)
                 self._graph.launch(stream=raw)
             except RuntimeError as error:
                 raise NotLaunchedError(error) from error
@@ -455,6 +521,7 @@ class CapturedRegion:
     graphs: GraphCache[RegionGraph] = field(init=False)
     _variables: RegionVariables = field(init=False)
     _has_lost: bool = field(default=False, init=False)  # True once the outputs of a graph were held for good
+    _fed: set[int] = field(default_factory=set, init=False)  # positions of inputs that memory was asked for
 
     def __post_init__(self) -> None:
         self.graphs = GraphCache(self.label, self.pool.graphs)
@@ -498,6 +565,12 @@ class CapturedRegion:
                 with self.graphs.capturing(key, place) as keep:
                     keep((yield from self._captured(inputs, place)))
         return ()
+
+    def offer(self, position: int, value: Array) -> CupyArray | None:
+        """Return memory of a graph for the copy of an array that is fed as one of the inputs; None for new memory."""
+        self._fed.add(position)
+        offers = (graph.offer(position, value) for graph in self.graphs.made)
+        return next((array for array in offers if array is not None), None)
 
     @contextmanager
     def _counted(self, inputs: Sequence[Value]) -> Iterator[None]:
@@ -552,7 +625,7 @@ class CapturedRegion:
         memory = GraphMemory(self.cupy, self.pool, blocks_of(self.stream), f"CUDA graph of {self.label}")
         private = PrivateMemory(self.stream, memory)
         recorded = RegionGraph.recorded(
-            self.cupy, self.stream.raw, memory, private, self.code, inputs, place, launches=self.launches
+            self.cupy, self.stream.raw, memory, private, self.code, inputs, place, self.launches, self._fed
         )
         budget = None
         try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import Deliver, Placed, Spans
+    from asyncflow.devices.protocol import Deliver, Into, Placed, Spans
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Array
 
@@ -111,21 +111,24 @@ class CudaCopies:
         except RuntimeError as error:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
-    def feed(self, value: Array, deliver: Deliver, name: str) -> None:
-        """Copy an array in: ``deliver(device_value, error)`` is called once, now or later."""
+    def feed(self, value: Array, deliver: Deliver, name: str, into: Into | None = None) -> None:
+        """Copy an array in: ``deliver(device_value, error)`` is called once, now or later.
+
+        ``into(value)`` may offer memory of the compute stream for it.
+        """
         nbytes = value.nbytes
         buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
         if buffer is None and nbytes:
-            self._spawn(self._feed_in_pieces(value, name, self._device.recorded()), deliver)
+            self._spawn(self._feed_in_pieces(value, name, self._device.recorded(), into), deliver)
         else:
-            self._device.answer(deliver, self._brought, value, buffer, name)
+            self._device.answer(deliver, self._brought, value, buffer, name, into)
 
-    def _brought(self, value: Array, buffer: PinnedBuffer | None, name: str) -> CudaArray:
+    def _brought(self, value: Array, buffer: PinnedBuffer | None, name: str, into: Into | None = None) -> CudaArray:
         device = self._device
         if buffer is None:
             return CudaArray(self.new(value.shape, value.dtype, name), device, device.compute, name)
         try:
-            array = self.new(value.shape, value.dtype, name)
+            array = self._target(value, name, into)
             np.copyto(buffer.view(value.dtype, value.shape), value)
             if self._is_in_order(buffer, self._h2d):
                 kind = self._runtime.memcpyHostToDevice
@@ -140,16 +143,20 @@ class CudaCopies:
             raise
         return CudaArray(array, device, self._h2d, name, landed, landing)
 
+    def _target(self, value: Array, name: str, into: Into | None) -> CupyArray:
+        offered: CupyArray | None = None if into is None else into(value)
+        return self.new(value.shape, value.dtype, name) if offered is None else offered
+
     def _copy_in(self, landing: Landing, offset: int, buffer: PinnedBuffer, name: str) -> CudaEvent:
         kind = self._runtime.memcpyHostToDevice
         self._copy(self._h2d, landing.array.data.ptr + offset, buffer.ptr, buffer.nbytes, kind, name)
         return self._h2d.conclude(buffer.free, landing)
 
-    async def _feed_in_pieces(self, value: Array, name: str, spans: Spans | None) -> CudaArray:
+    async def _feed_in_pieces(self, value: Array, name: str, spans: Spans | None, into: Into | None) -> CudaArray:
         device = self._device
         device.check()
         with recording(device, spans):
-            array = self.new(value.shape, value.dtype, name)
+            array = self._target(value, name, into)
         landing, landed = Landing(array, device.compute), None
         self._own(self._h2d)
         if not value.flags.c_contiguous:
