@@ -112,7 +112,7 @@ class SharedLoop(SharedCode):
         self._body = body
         self.step_sources: dict[str, str] = {}
         self._constants = shared_constants({inner: outer for outer, inner in body.captures.items()})
-        self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
+        self._emitting: dict[tuple[bool | Tensor, ...], BodyProgram] = {}
         self._taking: dict[int, BodyProgram] = {}
         # Lift now, so that a body that cannot be lifted fails at its definition.
         self.check = self._checking()
@@ -171,11 +171,11 @@ class SharedLoop(SharedCode):
         own = [self._body.inputs[place] for place, own in zip(self._places, self.has_rows, strict=True) if own]
         return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
-    def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
-        """Return the program `steps` with the streamed values in front of the flags, for single steps."""
-        program = self._emitting.get(streamed)
+    def emitting(self, streamed: tuple[Tensor, ...], *, is_one: bool = False) -> BodyProgram:
+        """Return the program `steps` or `alone` with the streamed values in front of the flags, for single steps."""
+        program = self._emitting.get((is_one, *streamed))
         if program is None:
-            program = self._emitting[streamed] = self._stepping(is_one=False, streamed=streamed)
+            program = self._emitting[is_one, *streamed] = self._stepping(is_one=is_one, streamed=streamed)
         # All versions of the variables share the program; the states belong to this version.
         return program._replace(states=self.states)
 
@@ -258,8 +258,9 @@ class SharedLoop(SharedCode):
                 return made + 1, (again if is_one else all_of(again)), again, *found
 
             # Streamed values are variables, too, with no rows at first: only a loop writes to the slabs it is lent.
-            nothing = [zeros((0, *[dim or 0 for dim in x.shape or ()]), dtype=x.dtype) for x in streamed]
-            shapes = [None if x.shape is None else (None, *x.shape) for x in streamed]
+            rows = () if is_one else (0,)
+            nothing = [zeros((*rows, *[dim or 0 for dim in x.shape or ()]), dtype=x.dtype) for x in streamed]
+            shapes = [None if x.shape is None else (*[None for _ in rows], *x.shape) for x in streamed]
             # Stop when the first activation ends: a waiting activation can then take its row.
             made, _, again, *last = while_loop(
                 lambda made, all_go_on, *_: (made < most) & all_go_on,

@@ -153,7 +153,7 @@ class _Code(NamedTuple):
     device: str
     threads: int
     """Number of its steps that the device makes at a time."""
-    emitting: dict[tuple[Tensor, ...], _Steps]
+    emitting: dict[tuple[bool | Tensor, ...], _Steps]
     """Its steps by the values that they hand out."""
 
 
@@ -294,7 +294,7 @@ class LoopPool(SharedWork):
         rows.drop()
         # With a policy, rows join by count alone: a single row still steps in a group, as it may not stay alone.
         is_free = self.policy is None
-        may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams and is_free
+        may_be_alone = code.one is not None and rows.group_type is RowGroup and is_free
         alone = rows.single_out() if may_be_alone and rows.live < 2 else None
         may_join = alone is None and rows.line.by_priority and not (is_free and rows.live == self.shared.pool.capacity)
         for group, first in rows.admit(self._joining(code.many)) if may_join else ():
@@ -304,7 +304,8 @@ class LoopPool(SharedWork):
         if rows.steps >= self._next_limit:
             await self._end_endless()
         if code.one is not None and rows.alone is not None:
-            await self._step_alone(code.one, rows.alone)
+            streamed = rows.alone.streamed
+            await self._step_alone(await self._emitting(streamed, is_one=True) if streamed else code.one, rows.alone)
         end = turn.now() + _TURN_NS
         for group in list(rows.groups.values()):
             if turn.now() > end:  # let the event loop run between groups
@@ -440,28 +441,40 @@ class LoopPool(SharedWork):
             if values[place] is not rows.alone_owns.get(place):  # others may have it, and steps write to it
                 values[place] = values[place].copy()
         try:
-            found = await self._at_once(steps, values, size, 4 ** (self._calm + 2))
-            *following, goes_on, made = await steps.run(values, size, np.array(1)) if found is None else found
+            most = 1 if activation.streamed else 4 ** (self._calm + 2)
+            found = await self._at_once(steps, values, size, most)
+            found = await steps.run(values, size, np.array(1)) if found is None else found
         except Exception as error:
             rows.remove_where(lambda each: each is activation)
             self._fail([activation], error)
             return
+        n_vars = self.shared.n_vars
+        following, emitted, (goes_on, made) = found[:n_vars], found[n_vars:-2], found[-2:]
+        self._hand_out(activation, emitted)
         self.count(1, int(made))
         rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
         rows.alone_owns = {place: values[place] for place in changed if following[place] is values[place]}
         if not goes_on:
             self.tell(activation, following)
+        elif activation.untaken >= self.shared.ahead:
+            rows.park_alone()
+            activation.is_parked = True
+
+    async def _emitting(self, streamed: tuple[Tensor, ...], *, is_one: bool) -> _Steps:
+        """Return the steps that hand out these values."""
+        steps = self._code.emitting.get((is_one, *streamed))
+        if steps is None:
+            plan = await self.bodies.plan_of(self.shared.emitting(streamed, is_one=is_one), self.stores_on)
+            steps = _Steps(self.bodies, plan, self.shared.has_rows, is_one=is_one)
+            self._code.emitting[is_one, *streamed] = steps
+        return steps
 
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Step a group once, and hand out its streamed values; an activation too far ahead of its consumer is set
         aside.
         """
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
-        steps = self._code.emitting.get(streamed)
-        if steps is None:
-            plan = await self.bodies.plan_of(self.shared.emitting(streamed), self.stores_on)
-            steps = self._code.emitting[streamed] = _Steps(self.bodies, plan, self.shared.has_rows, is_one=False)
-        await self._step(steps, group, streamed)
+        await self._step(await self._emitting(streamed, is_one=False), group, streamed)
         for each in list(self.rows.groups.values()):
             for row in reversed(range(len(each.rows))):
                 if each.rows[row].untaken >= self.shared.ahead:
@@ -474,12 +487,15 @@ class LoopPool(SharedWork):
         n_vars = self.shared.n_vars
         emitted = dict(zip(streamed, found[n_vars:-2], strict=True))
         for row, activation in enumerate(group.rows[first : first + len(found[-2])] if streamed else ()):
-            if activation.streamed and not (activation.is_gone or activation.is_called):
-                assert activation.part.emitter is not None
-                activation.untaken += 1
-                values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
-                activation.part.emitter.offer(values, partial(self._taken, activation))
+            self._hand_out(activation, [emitted[x][row, ...] for x in activation.streamed])
         return [*found[:n_vars], *found[-2:]]
+
+    def _hand_out(self, activation: PooledActivation, values: list[Array]) -> None:
+        """Give the consumer of an activation copies of the values of a step."""
+        if values and not (activation.is_gone or activation.is_called):
+            assert activation.part.emitter is not None
+            activation.untaken += 1
+            activation.part.emitter.offer(tuple(map(np.copy, values)), partial(self._taken, activation))
 
     def _taken(self, activation: PooledActivation) -> None:
         """A consumer has taken what a step has handed out."""

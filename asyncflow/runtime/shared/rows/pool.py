@@ -406,6 +406,12 @@ class PoolRows(Generic[A]):
         if not goes_on:
             self.alone = None
 
+    def park_alone(self) -> None:
+        """Set the single activation aside, to wait to `join` again."""
+        assert self.alone is not None
+        self.alone.since -= self.steps
+        self.alone, self.alone_owns = None, {}
+
     def drop(self) -> None:
         """Remove activations that are not wanted any more, rows and waiting ones."""
         if self._has_gone:
