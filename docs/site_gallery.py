@@ -41,6 +41,7 @@ EXAMPLES: Final[Mapping[str, Example]] = {
     "character_lstm": Example("A character LSTM on two devices", None),
     "coroutine_nodes": Example("Coroutines as nodes", ("--count", "24")),
     "data_flow": Example("A network over graphs of data flow", None),
+    "digits": Example("A residual network that reads digits", None),
     "dqn": Example("Deep Q-learning in one graph", None),
     "goes_on": Example("Training that is killed and goes on", None),
     "ilqr": Example("Swing up a pole", ("--moments", "30")),

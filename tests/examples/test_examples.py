@@ -41,6 +41,7 @@ def test_every_example_is_tested() -> None:
         "character_lstm",  # in a file of its own
         "coroutine_nodes",
         "data_flow",
+        "digits",  # in a file of its own
         "dqn",  # in a file of its own
         "goes_on",
         "ilqr",
