@@ -137,7 +137,7 @@ def _custom(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
     body = rows.body
     prepared = cast("tuple[CustomRule, TracedGradient] | None", body.prepared(node))
     if prepared is None:
-        raise CannotLift(f"{node.name} has a gradient of its own, which is not there")
+        raise CannotLift(f"{node.name} lacks its user-defined gradient")
     rule, trace = prepared
     used = {inner: body.value(outer) for outer, inner in trace.body.captures.items()}
     has_rows = outputs_with_rows(node, [x.has_rows for x in inputs])[0]

@@ -309,7 +309,7 @@ class Checkpoints:
             if name in found or compared.awaits:
                 compared.known.append(name)
             elif extra_is_fault:
-                compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is none of the session's")
+                compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is not in the session")
 
     # -- new versions --------------------------------------------------------------------------------------------
 

@@ -89,9 +89,7 @@ def begin_step(root: Path, step: int) -> Path:
     if target.exists():
         is_complete = (target / NAME).is_file()
         why = "a complete step is never overwritten" if is_complete else f"is no complete step, as it has no {NAME}"
-        raise CheckpointError(
-            f"{target}: is there already, and {why}; save under another step, or delete this one first"
-        )
+        raise CheckpointError(f"{target}: exists already, and {why}; save under another step, or delete this one first")
     clean(root)
     temporary = _temporary(root, step)
     _being_written.add(temporary.resolve())  # before `mkdir`, as another thread may clean up

@@ -12,8 +12,8 @@ class Fact(enum.Enum):
 
     JOINS = "firings are computed together with firings of other runs"
     WAITS = "firings wait for something else to happen"
-    AWAITS = "firings await a function of the user's"
-    CALLS = "it calls code of the user's that is not declared pure"
+    AWAITS = "firings await a user's function"
+    CALLS = "it calls user code that is not declared pure"
     CALLS_PURE = "it calls a function that the user has declared pure"
     EFFECT = "it reads or changes state"
     DRAWS = "it depends on the firing, or makes something new each time"
@@ -75,10 +75,10 @@ ITERATE_AGAIN: Final = Purpose(
 
 _OUTSIDE: Final = Fact.JOINS, Fact.WAITS, Fact.AWAITS, Fact.CALLS, Fact.CALLS_PURE
 
-RUN_AGAIN: Final = Purpose(dict.fromkeys(_OUTSIDE, "it waits for others, or calls code of the user's"))
+RUN_AGAIN: Final = Purpose(dict.fromkeys(_OUTSIDE, "it waits for other runs, or calls user code"))
 """A run that ran out of memory starts again. Nodes that write are refused, too."""
 
-CALL_AGAIN: Final = Purpose({Fact.CALLS: "it calls code of the user's that is not declared pure"})
+CALL_AGAIN: Final = Purpose({Fact.CALLS: "it calls user code that is not declared pure"})
 """A call for several runs has failed, and is repeated for a part of them."""
 
 UPDATE: Final = Purpose(

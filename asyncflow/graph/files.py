@@ -119,4 +119,4 @@ def _read(path: Path, max_nbytes: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise GraphError(f"{path}:{line}: a graph is UTF-8 text; byte {data[error.start]:#04x} is none") from None
+        raise GraphError(f"{path}:{line}: a graph is UTF-8 text; byte {data[error.start]:#04x} is invalid") from None

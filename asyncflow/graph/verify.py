@@ -84,7 +84,7 @@ def _check_edges(node: Node, places: Places) -> None:
 
 def _check_source(node: Node, source: Node, what: str, places: Places) -> None:
     if source not in places:
-        raise _fault(node, f"{what}, does not stand in the same graph but in {source.graph!r}")
+        raise _fault(node, f"{what}, is not in the same graph but in {source.graph!r}")
     if places[source] < places[node] or _is_back_edge(source, node):
         return
     cycle = _path(node, source, places)
@@ -95,7 +95,7 @@ def _check_source(node: Node, source: Node, what: str, places: Places) -> None:
             f"it waits for itself: {shown}; a cycle has to pass from a next_iteration to a merge, "
             f"or be written as af.while_loop",
         )
-    raise _fault(node, f"{what}, stands later in the graph; nodes stand in the order in which they can run")
+    raise _fault(node, f"{what}, comes later in the graph; nodes are in an order in which they can run")
 
 
 def _is_back_edge(source: Node, target: Node) -> bool:
@@ -168,7 +168,7 @@ def _check_bodies(node: Node, places: Places) -> None:
 
 def _check_body(node: Node, name: str, body: Subgraph, places: Places) -> None:
     if body.parent is not node.graph or body.root is not node.graph.root:
-        raise _fault(node, f"its {name} {body.label!r} does not belong to the graph the node stands in")
+        raise _fault(node, f"its {name} {body.label!r} does not belong to the node's graph")
     for tensor in body.inputs:
         if tensor.node.graph is not body or tensor.node.op is not PARAMETER:
             raise _fault(node, f"input {tensor.name} of its {name} is not a parameter of {body.label!r}")
@@ -177,7 +177,7 @@ def _check_body(node: Node, name: str, body: Subgraph, places: Places) -> None:
             raise _fault(node, f"result {tensor.name} of its {name} is not a tensor of {body.label!r}")
     for before in body.outer_controls:
         if before not in places:
-            raise _fault(node, f"its {name} waits for {before.name!r}, which does not stand in the graph of the node")
+            raise _fault(node, f"its {name} waits for {before.name!r}, which is not in the graph of the node")
     first = len(node.inputs) - len(body.inputs)
     positions = {tensor: place for place, tensor in enumerate(body.inputs, start=first)}
     for outer, inner in body.captures.items():

@@ -89,9 +89,7 @@ class PrometheusWorker:
         self._every_s = as_seconds(every_s, "every_s", may_be_zero=False)
         directory = os.environ.get(_DIRECTORY, "")
         if not os.path.isdir(directory) or not values.ValueClass._multiprocess:
-            raise RuntimeError(
-                f"set {_DIRECTORY} to a directory that is there, before Python starts; it is {directory!r}"
-            )
+            raise RuntimeError(f"set {_DIRECTORY} to an existing directory, before Python starts; it is {directory!r}")
         self._metrics = metrics
         self._make = values.ValueClass
         self._values: dict[tuple[str, tuple[str, ...]], tuple[_SharedValue, float]] = {}

@@ -82,7 +82,7 @@ class Mutex(Resource):
         around: Graph | None = graph
         while around is not None:
             if any(node.op is LOCK and node.attrs["mutex"] is self for node in around.scope.controls):
-                raise GraphError(f"a section of {self!r} stands in another of it, and would wait for it for ever")
+                raise GraphError(f"a section of {self!r} is inside another one of it, and would wait for it for ever")
             around = around.parent
         lock = graph.add_node(LOCK, (), {"mutex": self}, (), name=f"{self.name}/lock")
         first = len(graph.nodes)

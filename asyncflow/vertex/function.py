@@ -32,7 +32,7 @@ REDUCE_CHILDREN = define(
 
 Its inputs are what `each` captures, and then the values of its `reads` of variables.
 """
-not_differentiable(REDUCE_CHILDREN, because="it stands in vertex functions alone, and nodes built of them are")
+not_differentiable(REDUCE_CHILDREN, because="it is only in vertex functions, and the nodes built from them are")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Vertex:
         # A value of a branch's body cannot be used outside of it, where the vertex's state and results are.
         if current_graph() is not body:
             raise GraphError(
-                f"{self._function}: v.{what} stands in a branch or loop; return the value from it, and call it outside"
+                f"{self._function}: v.{what} is called in a branch or loop; return the value, and call it outside"
             )
         return body
 
@@ -304,6 +304,6 @@ def vertex_function(
     if function:  # written without parentheses, as decorators without arguments are
         raise GraphError(
             "vertex_function has to know the state of a vertex: write "
-            '@af.vertex_function(state=af.spec("float32", (n,))), and children=2 for children that are told apart'
+            '@af.vertex_function(state=af.spec("float32", (n,))), and children=2 for numbered children'
         )
     return lambda function: VertexFunction(function, state, children)

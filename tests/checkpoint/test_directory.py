@@ -38,7 +38,7 @@ def test_a_step_without_a_number_is_the_next_one(tmp_path: Path) -> None:
 
 def test_a_step_that_has_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
     (write(tmp_path, 7, x=1) / NAME).unlink()
-    with pytest.raises(CheckpointError, match=rf"step-7: is there already, and is no complete step, as .* {NAME}"):
+    with pytest.raises(CheckpointError, match=rf"step-7: exists already, and is no complete step, as .* {NAME}"):
         write(tmp_path, 7, x=2)
     assert write(tmp_path, None, x=2).name == "step-8"
     assert steps(tmp_path) == [8]
@@ -93,7 +93,7 @@ def test_where_no_checkpoint_is(name: str, message: str, tmp_path: Path) -> None
 
 def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path, 3, x=1)
-    with pytest.raises(CheckpointError, match=r"step-3: is there already, and a complete step is never overwritten"):
+    with pytest.raises(CheckpointError, match=r"step-3: exists already, and a complete step is never overwritten"):
         write(tmp_path, 3, x=2)
     assert read(path) == {"x": 1}
     assert os.listdir(tmp_path) == ["step-3"]

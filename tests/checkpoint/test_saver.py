@@ -175,7 +175,7 @@ async def test_saving_at_once(tmp_path: Path) -> None:
         assert await saver.save(10) == tmp_path / "step-10"
         assert not await saver.maybe_save(10)
         assert not await saver.maybe_save(19)
-        with pytest.raises(af.CheckpointError, match="is there already"):
+        with pytest.raises(af.CheckpointError, match="exists already"):
             await saver.save(10)
     assert names(tmp_path) == ["step-10"]
 

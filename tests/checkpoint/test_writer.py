@@ -73,7 +73,7 @@ def test_a_directory_that_is_read_only_or_a_file(tmp_path: Path, monkeypatch: py
             write(tmp_path / "file", step, x=1)
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "step-3").write_text("mine, too")
-    with pytest.raises(CheckpointError, match=r"step-3: is there already"):
+    with pytest.raises(CheckpointError, match=r"step-3: exists already"):
         write(tmp_path, 3, x=1)
 
     def refuses(*args: Any) -> None:

@@ -751,7 +751,7 @@ def test_faults_of_a_pool_are_named() -> None:
             af.while_loop(lambda i: i < 3, lambda i: i, z, pool=64)  # type: ignore[call-overload]
         with pytest.raises(af.GraphError, match="no gradient"):
             af.gradients(af.while_loop(lambda y: y < 3, lambda y: y * 2, z, pool=af.Pool()), z)
-        with pytest.raises(af.GraphError, match=r"inner.* is not computed for several rows at once.*at hand"):
+        with pytest.raises(af.GraphError, match=r"inner.* is not computed for several rows at once.*given already"):
             af.batched(lambda x: af.while_loop(lambda y: y < 3, lambda y: y * 2, x, pool=af.Pool(), name="inner"))(z)
         with pytest.raises(af.GraphError, match="capacity"):
             af.Pool(0)

@@ -164,7 +164,7 @@ class Trap:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (pickle.dumps(Trap()), r":1: a graph is UTF-8 text; byte 0x80 is none"),
+        (pickle.dumps(Trap()), r":1: a graph is UTF-8 text; byte 0x80 is invalid"),
         (b"", "is no graph that save_graph wrote: its first line is not '# asyncflow graph, format 1'"),
         (b"graph effects=ordered seed=none\n", "is no graph that save_graph wrote"),
         (b"# asyncflow graph, format 2\n", "has format 2, of a later version; this one reads format 1"),

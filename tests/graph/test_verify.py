@@ -107,11 +107,11 @@ def _wrong_graph(graph: Graph) -> None:
 
 
 CHAIN_FAULTS: list[tuple[Callable[[Graph], None], str]] = [
-    (_foreign_input, r"node 'c' \(identity\): input 0, b:0, does not stand in the same graph"),
+    (_foreign_input, r"node 'c' \(identity\): input 0, b:0, is not in the same graph"),
     (_forgotten_output, "input 0, b:0, is not an output of the node it names"),
-    (_later_input, "node 'c' .*: input 0, late:0, stands later"),
-    (_later_control, "it waits for itself|control input late, stands later"),
-    (_foreign_control, "control input a, does not stand in the same graph"),
+    (_later_input, "node 'c' .*: input 0, late:0, comes later"),
+    (_later_control, "it waits for itself|control input late, comes later"),
+    (_foreign_control, "control input a, is not in the same graph"),
     (_cycle, "node 'b' .*: it waits for itself: b -> c -> d -> b; a cycle has to pass from a next_iteration"),
     (_control_cycle, "it waits for itself: b -> c -> b;"),
     (_self_cycle, "it waits for itself: b -> b;"),
@@ -172,7 +172,7 @@ def test_faults_inside_bodies_are_found() -> None:
     graph = counting_loop()
     inner = graph.node("loop/body/test_add")
     inner.inputs[1] = graph.tensor("step")
-    with pytest.raises(GraphError, match=r"node 'loop/body/test_add' .*: input 1, step:0, does not stand in the same"):
+    with pytest.raises(GraphError, match=r"node 'loop/body/test_add' .*: input 1, step:0, is not in the same"):
         verify(graph)
 
 
@@ -198,7 +198,7 @@ def _outside(graph: Graph, dtype: str = "int32") -> Any:
 
 
 LOOP_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
-    ("parent", lambda g, c, b: setattr(b, "parent", Graph()), "its body 'loop/body' does not belong to the graph"),
+    ("parent", lambda g, c, b: setattr(b, "parent", Graph()), "its body 'loop/body' does not belong to the node's"),
     (
         "no body",
         lambda g, c, b: g.node("loop").attrs.update(body=3),
@@ -231,7 +231,7 @@ LOOP_FAULTS: list[tuple[str, Callable[[Any, Any, Any], object], str]] = [
     (
         "control",
         lambda g, c, b: b.outer_controls.update({b.nodes[0]: None}),
-        "its body waits for 'loop/body/i', which does not stand in the graph",
+        "its body waits for 'loop/body/i', which is not in the graph",
     ),
 ]
 

@@ -166,7 +166,7 @@ def test_what_cannot_be_computed_for_rows_is_named_with_its_line() -> None:
         counted = af.Variable(0.0, name="counted")
         with pytest.raises(af.GraphError, match=r"vmap: .*test_vmap.py:\d+.*; af.map_fn makes a loop over rows of it"):
             af.vmap(lambda row: counted.assign_add(af.sum(row)))(af.constant(A))
-        with pytest.raises(af.GraphError, match=r"nonzero.* as long as the run finds it, for each row"):
+        with pytest.raises(af.GraphError, match=r"nonzero.* its result is known only in the run, for each row"):
             af.vmap(lambda row: af.sum(af.nonzero(row > 0.0)[0]))(af.constant(A))
 
 

@@ -223,7 +223,7 @@ def _p(*shape: Any) -> Any:
         (lambda: m.reshape(_p(2, 3), (-2,)), ShapeError, "non-negative ints"),
         (lambda: m.reshape(_p(2, 3), (1.5,)), GraphError, "an extent must be an int"),
         (lambda: m.reshape(_p(2, 3), _p(2)), DTypeError, "an integer shape, not float32"),
-        (lambda: m.reshape(_p(0, 3), (0, -1)), ShapeError, "not determined beside an extent of 0"),
+        (lambda: m.reshape(_p(0, 3), (0, -1)), ShapeError, "undetermined if another extent is 0"),
         (lambda: m.expand_dims(_p(2), axis=3), ShapeError, "axis 3 is out of range for a value of rank 2"),
     ],
 )

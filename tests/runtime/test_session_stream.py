@@ -351,9 +351,9 @@ async def test_two_streams_of_one_loop_at_a_time(session: af.Session, graph: af.
 
 REFUSED = {
     "outside a loop": (lambda loop: loop.result, "is not inside a loop; fetch it with session.run"),
-    "nothing": (lambda loop: (), "these are inside several, or there are none"),
+    "nothing": (lambda loop: (), "got none, or tensors of several bodies"),
     "no tensor": (lambda loop: 3.0, "stream takes tensors inside a loop body; got float 3.0"),
-    "two loops": (lambda loop: (loop.i, Loop(3).i), "these are inside several"),
+    "two loops": (lambda loop: (loop.i, Loop(3).i), "got none, or tensors of several"),
 }
 
 

@@ -173,7 +173,7 @@ async def test_a_worker_needs_the_mode_and_a_full_disk_stops_no_run(
     with af.Graph() as graph:
         y = af.constant(1) + 1
     metrics = serving.Metrics(session := af.Session(graph))
-    with pytest.raises(RuntimeError, match="set PROMETHEUS_MULTIPROC_DIR to a directory"):
+    with pytest.raises(RuntimeError, match="set PROMETHEUS_MULTIPROC_DIR to an existing directory"):
         serving.PrometheusWorker(metrics)  # the library was imported without it
     as_worker("first")
     with pytest.raises(TypeError, match=r"PrometheusWorker takes a serving.Metrics\(session\); got <Session"):
@@ -193,5 +193,5 @@ async def test_a_worker_needs_the_mode_and_a_full_disk_stops_no_run(
         "metrics could not be written to PROMETHEUS_MULTIPROC_DIR; this is said once"
     ]
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "missing"))
-    with pytest.raises(RuntimeError, match=r"to a directory that is there, .* it is '.*missing'"):
+    with pytest.raises(RuntimeError, match=r"to an existing directory, .* it is '.*missing'"):
         serving.PrometheusWorker(metrics)

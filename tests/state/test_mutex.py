@@ -148,14 +148,14 @@ async def test_a_mutex_in_a_container(open_session: OpenSession, graph: af.Graph
 
 def test_a_section_in_itself_is_refused(graph: af.Graph) -> None:
     lock, other = af.Mutex(name="lock"), af.Mutex(name="other")
-    with lock, other, pytest.raises(af.GraphError, match="stands in another of it"), lock:
+    with lock, other, pytest.raises(af.GraphError, match="is inside another one of it"), lock:
         pass
 
     def body(i: Any) -> Any:
         with lock:
             return i + 1
 
-    with lock, pytest.raises(af.GraphError, match="stands in another of it"):
+    with lock, pytest.raises(af.GraphError, match="is inside another one of it"):
         af.while_loop(lambda i: i < 3, body, (0,))
     with pytest.raises(af.GraphError, match="Barrier: n is a whole number of at least 1; got 0"):
         af.Barrier(0)

@@ -187,7 +187,7 @@ async def test_a_lost_card_ends_every_wait(cupy: FakeCupy, card: PhysicalCard, t
     cupy.fail_device(0)
     for outcome in await asyncio.gather(*waits, return_exceptions=True):
         assert isinstance(outcome, af.DeviceLostError) and isinstance(outcome.__cause__, CUDARuntimeError)
-    with pytest.raises(af.DeviceLostError, match=r"CUDA device 0 is lost.*start the process anew"):
+    with pytest.raises(af.DeviceLostError, match=r"CUDA device 0 is lost.*restart the process"):
         await af.cuda.done(theirs)
     assert card.awaited == {}
     with cupy.cuda.Device(1):

@@ -283,8 +283,8 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     rule = custom_rule(node)
     if rule is None:
         raise GraphError(
-            f"{node.name} has a gradient of its own, which is not there: the graph was read from text, in which "
-            f"functions have no place\n  built at {node.location}"
+            f"{node.name} lacks its user-defined gradient: the graph was read from text, which cannot contain "
+            f"functions\n  built at {node.location}"
         )
     # Refuse only if a requested gradient would flow there: otherwise a captured weight would forbid all gradients.
     lost: list[Tensor | Variable] = [x for x in rule.captured if x in sweep.connected]

@@ -142,7 +142,7 @@ class Progress(LaunchingDevice["CudaStream"]):
         last += f"the latest CUDA graph was that of {graph}; without cuda_graphs=True " if graph else ""
         loss = DeviceLostError(
             f"{self.name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
-            f"this process; {last}CUDA_LAUNCH_BLOCKING=1 shows which it was. Start the process anew"
+            f"this process; {last}CUDA_LAUNCH_BLOCKING=1 shows which it was. Restart the process"
         )
         loss.__cause__ = self._lost
         return loss

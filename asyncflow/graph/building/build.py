@@ -176,7 +176,7 @@ def as_array(value: TensorLike, dtype: DType | None) -> Array:
 
 def _as_array(value: TensorLike, dtype: DType | None) -> Array:
     if isinstance(value, Operators):
-        raise GraphError(f"{value!r} already is a tensor, or reads as one: use it as it is; convert it with af.astype")
+        raise GraphError(f"{value!r} already is a tensor, or converts to one: use it, or convert it with af.astype")
     if is_masked(value):
         raise GraphError("a masked array would lose its mask; fill it first, with .filled(value)")
     is_text = _is_text(value)

@@ -156,7 +156,7 @@ class _Parser(Tokens):
         value = self.value()
         found = [(self._nodes.get(reference.name), reference) for reference in references]
         tensors = tuple(self._output(node, reference) for node, reference in found if node is not None)
-        self.check(len(tensors) == len(found), "it is concluded from a node that is not there", start)
+        self.check(len(tensors) == len(found), "it depends on a node that does not exist", start)
         assume(rule, tensors, value, location)
 
     # -- nodes ---------------------------------------------------------------------------------------------------

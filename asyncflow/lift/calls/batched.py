@@ -58,7 +58,7 @@ Join: TypeAlias = Callable[[Namespace, Sequence[Array]], Array]
 _SAME_BYTES = 4096
 """Bytes up to which values that members share are compared by content."""
 
-NO_TEXT = "{} is code of this process, built for many members: build the graph anew where it is to run"
+NO_TEXT = "{} is code of this process, built for many members: build the graph again where it is to run"
 """Reason why code shared by several runs is not in the text of a graph."""
 
 
@@ -398,7 +398,7 @@ def define_shared(name: str, what: str, instead: str, node_type: type[Node] = No
 
 
 BATCHED = define_shared(
-    "batched", "a call of a batched function", "the function as it is without batched(), over all rows at once"
+    "batched", "a call of a batched function", "the function without batched(), over all rows at once"
 )
 """One call of a batched function; its inputs are the arguments and what the function captures."""
 

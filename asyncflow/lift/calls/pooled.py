@@ -340,7 +340,7 @@ POOLED = define_shared("pooled_while", "a loop with a pool", "it without pool=",
 
 The attribute `streamed` is there in plans of streams alone: values of the body that are handed out in each step.
 """
-no_row_rule(POOLED, because="it steps activations of its own accord; leave out pool=, as there are rows at hand")
+no_row_rule(POOLED, because="it steps activations by itself; leave out pool=, as the rows are given already")
 
 
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}

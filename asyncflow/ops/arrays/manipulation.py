@@ -460,7 +460,7 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
     if size is not None and (size % rest if -1 in dims and rest else size != rest and -1 not in dims):
         raise ShapeError(f"{size} elements of {format_shape(x.shape)} do not fill a shape of {dims}")
     if -1 in dims and not rest:
-        raise ShapeError(f"-1 in {dims} is not determined beside an extent of 0")
+        raise ShapeError(f"-1 in {dims} is undetermined if another extent is 0")
     return tuple((None if size is None else size // rest) if dim == -1 else dim for dim in dims)
 
 

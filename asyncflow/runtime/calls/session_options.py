@@ -181,7 +181,7 @@ class SessionOptions:
         check_without(self.without)
         check_dump(self.dump)
         if self.spill_directory is not None and not os.path.isdir(self.spill_directory):
-            raise ValueError(f"spill_directory is a directory that is there; got {self.spill_directory!r}")
+            raise ValueError(f"spill_directory is an existing directory; got {self.spill_directory!r}")
         if self.transfer_dtype not in (None, "bfloat16"):
             raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {self.transfer_dtype!r}")
         if self.saved_values not in get_args(SavedValuesChoice):

@@ -392,7 +392,7 @@ class Runs:
                     plan.cost = call.plan.cost  # the graph has grown, but the run does the same work
                 call.plan, call.version = plan, version
         if plan.survey.read_on_host or passing.waits:
-            async with ask.in_time("what the run needs of other libraries and devices was not there"):
+            async with ask.in_time("values of other libraries and devices had not arrived"):
                 passing.values = await at_hand(passing.values, call.request.feeds, plan, self._devices)
         return plan
 

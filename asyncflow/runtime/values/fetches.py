@@ -99,7 +99,7 @@ def read_streamed(fetches: Nest, graph: Graph | None) -> tuple[list[Tensor], nes
     leaves, structure = _flatten(fetches)
     tensors = [_read_streamed(leaf, graph) for leaf in leaves]
     if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
-        raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
+        raise FetchError("stream takes tensors of one loop body; got none, or tensors of several bodies")
     return tensors, structure
 
 

@@ -166,6 +166,6 @@ def _forget(_: BaseException) -> None:
 
 
 def _lost(physical: int, error: BaseException) -> DeviceLostError:
-    loss = DeviceLostError(f"CUDA device {physical} is lost, and its work with it: {error}; start the process anew")
+    loss = DeviceLostError(f"CUDA device {physical} is lost, and its work with it: {error}; restart the process")
     loss.__cause__ = error
     return loss

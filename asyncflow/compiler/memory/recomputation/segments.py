@@ -266,7 +266,7 @@ class _Search:
             found.refusal = why_never_twice(loop, found.part)
             array = used_up(loop, found.part, self.owners)
             if array is not None:
-                found.why_not = f"{array.name} changes or uses up an array or store, which is not there a second time"
+                found.why_not = f"{array.name} changes or uses up an array or store, which has no second copy"
         return found
 
     def why_not(self, found: SegmentedLoop) -> str | None:

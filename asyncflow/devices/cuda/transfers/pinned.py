@@ -68,7 +68,7 @@ class PinnedBuffer:
     def __array_interface__(self) -> dict[str, object]:
         """NumPy's way to the memory; an array made from it keeps the buffer alive."""
         if not self._is_lent:
-            raise ValueError(f"a pinned buffer of {self.nbytes} bytes was freed, and is not there to look into")
+            raise ValueError(f"a pinned buffer of {self.nbytes} bytes was freed, and cannot be read any more")
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
 
     def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
