@@ -50,6 +50,12 @@ class StoreNamespace(ModuleType):
         """Return a function that calls `function`, and notes the kernel that this launches."""
 
 
+class NoData(np.ndarray):  # of any rank and dtype
+    """The one element that an array of a simulation of shapes has at every index: its base, as it has no data."""
+
+    __slots__ = ()
+
+
 class DeviceValue:
     """A value on a device, valid in the order of its streams; anything else is a *host value*.
 

@@ -10,6 +10,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.batching.pending_sums import PendingSums, _PendingRows, pays
 from asyncflow.devices.sim.namespace import SimNamespace
+from asyncflow.devices.sim.values import no_data
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:
@@ -255,6 +256,20 @@ def test_blocks_grow_with_the_rows_of_iterations(monkeypatch: pytest.MonkeyPatch
     assert len(multiplied) <= 3
     joined = np.concatenate(rows)
     np.testing.assert_allclose(total, multiply(joined[:, :many].T, joined[:, many:]), rtol=1e-3, atol=1e-3)
+
+
+def test_sums_of_rows_without_data_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation of shapes gives such rows, and a CPU would take as long for the products as in a real run."""
+    monkeypatch.setattr(np, "matmul", None)
+    pending = PendingSums([np.ones((M, N), "float32"), np.ones(N, "float32")], 1 << 20)
+    left, known, unknown = values(M, 3), values(3, N), no_data(np.dtype("float32"), (3, N))
+    for right in (known, unknown, known, *[unknown] * 200):
+        pending.add([right, right], [left, None])
+    product, total = pending.settle()
+    assert product.shape == (M, N)
+    assert total.shape == (N,)
+    assert np.isnan(product).all()
+    assert np.isnan(total).all()
 
 
 @pytest.mark.parametrize("xp", XPS)

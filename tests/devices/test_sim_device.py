@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from asyncflow.devices.protocol import AsynchronousDevice, recording
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine
-from asyncflow.devices.sim.values import SimArray
+from asyncflow.devices.sim.values import SimArray, SimMemoryAccount
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.values import Conduct
@@ -532,3 +533,21 @@ def test_jitter_stays_within_its_fraction(loop: VirtualClockLoop) -> None:
     assert 750 * US <= min(times) < 800 * US and 1200 * US < max(times) <= 1250 * US
     with pytest.raises(ValueError, match=r"0 <= jitter < 1, not 1.5"):
         machine_of(loop, jitter=1.5)
+
+
+def test_bytes_that_another_thread_has_settled_count_once() -> None:
+    """The account of a simulated device takes no lock: another thread may have the last one between two steps."""
+    account = SimMemoryAccount("sim:0", 100)
+    charges = [account.charge(nbytes, "a") for nbytes in (10, 20)]
+
+    class Raced(deque[int]):
+        def popleft(self) -> int:
+            if len(self) == 1:
+                super().popleft()  # the other thread's look
+                account._charges.pop(charges[1])
+                account.at_most -= 20
+            return super().popleft()
+
+    account._credited = Raced(charges)
+    assert account.used == 0
+    assert account.charge(100, "b")

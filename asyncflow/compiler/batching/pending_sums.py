@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.batching.products_ahead import most_at_once
+from asyncflow.devices.values import NoData
 from asyncflow.graph.op import BATCHED, NEW_EACH, Op
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import Shape
@@ -43,12 +44,15 @@ _WORTH_ITERATIONS: Final = 3
 class _PendingRows:
     """Rows to be multiplied, and the sum of the products so far.
 
+    In a simulation of shapes, rows may have no data. All products of such rows are NaN, and none is computed: a CPU
+    would take as long as in a real run.
+
     Attributes:
         edges: where the columns of each sum begin on the left, and the last one's end.
         capacity: number of rows.
     """
 
-    __slots__ = ("_counts", "_filled", "_left", "_right", "_sum", "capacity", "edges")
+    __slots__ = ("_counts", "_filled", "_is_known", "_left", "_right", "_sum", "capacity", "edges")
 
     def __init__(
         self, right: Array, lefts: Sequence[Array | None], capacity: int, counts: Callable[[Array], object]
@@ -68,6 +72,7 @@ class _PendingRows:
                 self._left[:, self.edges[place]] = 1
         self._sum: Array | None = None
         self._filled = 0
+        self._is_known = True
 
     def takes(self, right: Array, lefts: Sequence[Array | None]) -> bool:
         """Return True if these operands fit the block's shapes, except for the number of rows."""
@@ -91,11 +96,15 @@ class _PendingRows:
         if self.is_full_with(right):
             self._multiply()
             start, end = 0, len(right)
+        self._filled = end
+        if isinstance(right.base, NoData) and right.dtype.kind in "fc":  # else they are 0, and are added as such
+            self._is_known = False
+        if not self._is_known:
+            return
         self._right[start:end] = right
         for left, first, last in zip(lefts, self.edges[:-1], self.edges[1:], strict=True):
             if left is not None:
                 self._left[start:end, first:last] = left.T
-        self._filled = end
 
     def sums(self) -> list[Array]:
         """Return the results of the products, below one another; the block gives up their memory."""
@@ -106,9 +115,13 @@ class _PendingRows:
         return [found[first:last] for first, last in pairwise(self.edges)]
 
     def _multiply(self) -> None:
-        product = np.matmul(self._left[: self._filled].T, self._right[: self._filled])
-        self._counts(product)
-        self._sum = product if self._sum is None else np.add(self._sum, product, out=self._sum)
+        if self._is_known:
+            product = np.matmul(self._left[: self._filled].T, self._right[: self._filled])
+            self._counts(product)
+            self._sum = product if self._sum is None else np.add(self._sum, product, out=self._sum)
+        else:
+            shape = self._left.shape[1], self._right.shape[1]
+            self._sum = np.broadcast_to(np.asarray(np.nan, self._right.dtype), shape)
         self._filled = 0
 
 

@@ -166,15 +166,15 @@ class Timeline(LaunchingDevice[SimStream]):
         self, stream: SimStream, seconds: float, taken_ns: int, name: str, fired: bool, launch: Launch
     ) -> SimEvent:
         """Launch a kernel of known `cost`; see `launch_kernel`."""
-        machine = self.machine
+        machine, thread = self.machine, self.thread
         duration_ns = machine.duration_ns(seconds) if machine.jitter else round(seconds * _NS_PER_S)
         if self._graph_ns is not None:
             earliest_ns = max(self._graph_ns, stream.free_at_ns + round(self.card.graph_node_s * _NS_PER_S))
         else:
             self.memory.requests.kernels += 1
-            # The most frequent path avoids a call of `_launched_ns`.
-            is_plain = self._is_card and not fired
-            earliest_ns = self.thread.spend(launch) if is_plain else self._launched_ns(fired, launch)
+            if fired:
+                thread.spend("node")
+            earliest_ns = thread.spend(launch) if self._is_card else thread.free_at_ns  # no stream begins in the past
         if earliest_ns < self._card_free_ns:
             earliest_ns = self._card_free_ns
         event = stream.launch(duration_ns, earliest_ns, name)
@@ -182,12 +182,6 @@ class Timeline(LaunchingDevice[SimStream]):
         if self._spans is not None:
             self._note(name, self._roles[stream], event.started_ns, event.time_ns)
         return event
-
-    def _launched_ns(self, fired: bool, launch: Launch) -> int:
-        """Return the time at which the host has launched a kernel now, outside of graphs."""
-        if fired:
-            self.thread.spend("node")
-        return self.thread.spend(launch) if self._is_card else self.dispatched_ns
 
     def run_on_host(self, name: str, call: Call = "node") -> None:
         """Let the host spend time on a node without a launch."""

@@ -312,24 +312,25 @@ class Recorder:
         if trace.count >= trace.capacity:
             trace.dropped += 1
             return
-        trace.firings.append(firing)
         if sample is None:
-            sample = firing.ended_ns, *self._memory_now(firing)
-        if sample:
-            trace.memory.append(MemorySample(firing.device, *sample))
+            samples = self._memory_now(firing)
+        else:
+            samples = [MemorySample(firing.device, *sample)] if sample else []
+        trace._add_one(firing, samples)
 
-    def _memory_now(self, firing: Firing) -> tuple[int, ...]:
-        """Return the bytes that the device holds; if the peak within a firing was higher, note it in the middle of
-        the firing's time.
+    def _memory_now(self, firing: Firing) -> list[MemorySample]:
+        """Sample the bytes that the device holds at the end of a firing; and, if the peak within it was higher, that
+        peak in the middle of the firing's time.
         """
         now = memory_sample(self._device.memory, self._device.swapping)
+        samples = [MemorySample(firing.device, firing.ended_ns, *now)]
         # On an asynchronous device the peak since the last look belongs to no single firing: firings overlap.
         if self._device.asynchronous is None:
             most, _ = self._device.memory.lap(self)
             if most > now[0]:
                 amid = (firing.started_ns + firing.ended_ns) // 2
-                self._trace.memory.append(MemorySample(firing.device, amid, most, *now[1:]))
-        return now
+                samples.insert(0, MemorySample(firing.device, amid, most, *now[1:]))
+        return samples
 
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:

@@ -288,6 +288,14 @@ class Trace:
             self._added += count
             self._unmade.append(make)
 
+    def _add_one(self, firing: Firing, samples: list[MemorySample]) -> None:
+        """Add a firing and its samples of memory, behind all records that are still to be made."""
+        if self._unmade:  # not by `firings`, which would make a simulation's records while its program runs
+            self._add_later(1, lambda: ([firing], samples))
+        else:
+            self._firings.append(firing)
+            self._memory += samples
+
     def _ask(self, asked: DeviceRequests) -> None:
         """Add counts of a run and card to earlier counts of the same run and card, if there are any."""
         # All executors of a run end their records together, so counts of other runs do not come between.
