@@ -18,10 +18,20 @@ from hypothesis import strategies as st
 from asyncflow.devices import MemoryLimitExceeded
 from asyncflow.devices.captures import MOST_KEYS, SLICE_LAUNCHES, WARM_UPS, GraphCode
 from asyncflow.devices.cuda.graphs import graph
-from asyncflow.devices.cuda.graphs.graph import CALM, LONGER, MOST_CONFLICTS, CapturedRegion
+from asyncflow.devices.cuda.graphs.blocks import GraphBlock, GraphMemory, blocks_of
+from asyncflow.devices.cuda.graphs.graph import (
+    CALM,
+    LONGER,
+    MOST_CONFLICTS,
+    CapturedRegion,
+    PrivateMemory,
+    RegionGraph,
+)
 from asyncflow.devices.cuda.transfers import buffers
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
+
+_OF_GRAPHS = RegionGraph, GraphBlock, GraphMemory, PrivateMemory
 
 
 class Card(CapturingCard):
@@ -177,6 +187,31 @@ def test_no_other_graph_has_offered_memory_for_its_temporaries(card: Card) -> No
 
 def card_call(region: Region, *values: Any) -> tuple[Any, ...]:
     return region.captured(*values)
+
+
+@pytest.mark.slow
+def test_a_thousand_captures_leave_nothing(fake: FakeCupy, card: Card) -> None:
+    region = card.region(chain)
+    x, y = np.ones((2, 3, 5))
+    sizes = []
+    for number in range(1000):
+        for _ in range(WARM_UPS + 1):
+            region(x, y)
+        assert len(region.captured.graphs.made) == 1
+        region.captured.graphs.clear()
+        if number in (1, 999):
+            fake.wait_idle()
+            gc.collect()
+            engine = fake.engine
+            held = (
+                card.pool.account.used,
+                len(engine.all_queues()),
+                len(blocks_of(card.stream).alive()),
+                engine.captures,
+            )
+            sizes.append((*held, sum(type(each) in _OF_GRAPHS for each in gc.get_objects())))
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0] == 0
 
 
 def test_shapes_dtypes_and_layouts_have_graphs_of_their_own(card: Card) -> None:

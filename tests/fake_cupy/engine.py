@@ -147,7 +147,7 @@ class Engine:
         self._next_ptr = 0x1000
         self._paused_by: int | None = None
         self._steps = 0
-        self._faults: deque[tuple[int, str | None]] = deque()
+        self.faults: deque[tuple[int, str | None]] = deque()
         self._thread = threading.Thread(target=self._run, name="fake-gpu", daemon=True)
         self._thread.start()
 
@@ -342,12 +342,12 @@ class Engine:
     # Faults
 
     def fail_next(self, code: int, call: str | None) -> None:
-        self._faults.append((code, call))
+        self.faults.append((code, call))
 
     def enter(self, call: str, device: int) -> None:
         """Begin the runtime function `call`: raise what a test asked for, or what lost the device."""
-        if self._faults and self._faults[0][1] in (None, call):
-            code = self._faults.popleft()[0]
+        if self.faults and self.faults[0][1] in (None, call):
+            code = self.faults.popleft()[0]
             if code in STICKY:
                 self.lose(device, code)
             raise _error(call, code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.extract import FEED
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan, PlanNode
-    from asyncflow.devices.protocol import Device, Into
+    from asyncflow.devices.protocol import Device
     from asyncflow.runtime.gates.in_flight import InFlight
     from asyncflow.values import Kernel, Value
 
@@ -40,6 +39,7 @@ async def capture_ahead(plan: Plan, values: Sequence[Value], devices: Mapping[st
     """
     for partition in plan.partitions:
         device = devices[partition.device]
+        feeds = {feed.source: feed for feed in partition.feeds}
         for node in partition.root.nodes:
             ahead = getattr(node.kernel, "ahead", None)
             sources = [tensor.node for tensor in node.source.inputs]
@@ -48,18 +48,20 @@ async def capture_ahead(plan: Plan, values: Sequence[Value], devices: Mapping[st
             inputs = list(partition.root.values[node.slot : node.slot + node.n_inputs])
             for index, source in enumerate(sources):
                 if source.op is FEED:
-                    into = partial(node.kernel.offer, index)  # type: ignore[union-attr]
-                    inputs[index] = await _fed(device, values[source.attrs["index"]], into)
+                    inputs[index] = await _fed(device, feeds[source], values[source.attrs["index"]])
             if node.conduct.needs_context:
                 inputs.insert(0, None)  # graphs do not need the context
             await _driven(ahead, node, inputs, device, runs)
 
 
-def _fed(device: Device, value: Value, into: Into) -> asyncio.Future[Value]:
+async def _fed(device: Device, feed: PlanNode, value: Value) -> Value:
     future: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
     assert device.asynchronous is not None, "other devices capture nothing"
-    device.asynchronous.feed_into(value, lambda placed, error: resolve(future, placed, error), into)
-    return future
+    try:
+        device.asynchronous.feed_into(value, lambda placed, error: resolve(future, placed, error), feed.offer_of(0))
+        return await future
+    except Exception as error:
+        raise as_kernel_error(error, feed, "", (value,), device.name)  # noqa: B904 - which has its cause
 
 
 async def _driven(ahead: Kernel, node: PlanNode, inputs: Sequence[Value], device: Device, runs: InFlight) -> None:
