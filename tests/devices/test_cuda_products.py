@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.graphs.graph import capture
 from asyncflow.devices.cuda.graphs.products import Products, cublas, stand_ins
 from asyncflow.streams.cuda.stream import active
@@ -94,6 +95,33 @@ def test_vectors_are_rows_and_columns(fake: FakeCupy, products: Products, m: Any
     found: Any = products.matmul(fake.asarray(x), fake.asarray(y))
     assert found.shape == np.matmul(x, y).shape
     np.testing.assert_array_equal(found.get(), np.matmul(x, y))
+
+
+@pytest.mark.parametrize("first", DTYPES)
+@pytest.mark.parametrize("second", DTYPES)
+def test_products_of_two_dtypes_are_of_the_wider_one(
+    fake: FakeCupy, products: Products, first: Any, second: Any
+) -> None:
+    x, y = np.arange(6).reshape(2, 3).astype(first), np.arange(12).reshape(3, 4).astype(second)
+    wide = np.promote_types(x.dtype, y.dtype)
+    calls = fake.cublas.calls
+    found: Any = products.matmul(fake.asarray(x), fake.asarray(y))
+    assert fake.cublas.calls == calls + 1
+    assert found.dtype == wide
+    np.testing.assert_array_equal(found.get(), np.matmul(x.astype(wide), y.astype(wide)))
+
+
+async def test_a_program_with_products_of_two_dtypes_is_captured() -> None:
+    with small_cards(0) as cupy, af.Graph() as graph:
+        x, w = (af.placeholder(dtype, (4, 4)) for dtype in ("float32", "float16"))
+        y = x
+        for _ in range(4):
+            y = af.tanh(y @ w + 1)
+        async with af.Session(graph, ["cuda:0"], cuda_graphs=True) as session:
+            feeds = {x: np.eye(4, dtype="float32"), w: np.eye(4, dtype="float16")}
+            found = [await session.run(y, feeds) for _ in range(WARM_UPS + 2)]
+        assert [name for _, name in cupy.engine.launches].count("graph") == 2
+        assert all((each == found[0]).all() for each in found)
 
 
 def test_what_cublas_has_no_product_for_is_left_to_cupy(fake: FakeCupy, products: Products) -> None:

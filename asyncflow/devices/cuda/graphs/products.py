@@ -99,6 +99,9 @@ class Products:
 
     def matmul(self, x1: CupyArray, x2: CupyArray, out: CupyArray | None = None) -> CupyArray | None:
         """``cupy.matmul(x1, x2, out=out)``; None if cuBLAS has no such product, or CuPy has an error for it."""
+        if x1.dtype != x2.dtype and {x1.dtype.name, x2.dtype.name} <= _TYPES.keys():  # as CuPy does
+            wide = np.promote_types(x1.dtype, x2.dtype)
+            x1, x2 = x1.astype(wide, copy=False), x2.astype(wide, copy=False)
         kind = _TYPES.get(x1.dtype.name)
         if kind is None or x1.dtype != x2.dtype or not (x1.ndim and x2.ndim):
             return None
