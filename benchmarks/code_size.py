@@ -28,9 +28,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_275,
-    "asyncflow/runtime/": 11_352,
+    "asyncflow/runtime/": 11_354,
     "asyncflow/ops/": 9_200,
-    "asyncflow/devices/": 9_577,
+    "asyncflow/devices/": 9_580,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_600,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 255,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 69_813
+TOTAL: Final = 69_818
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,
