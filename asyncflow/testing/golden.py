@@ -116,7 +116,7 @@ async def compare_sessions(
 
     Args:
         first: its run is the golden run.
-        second: its values are compared with those of `first`.
+        second: its values are compared with the golden values.
         fetches: as of `Session.run`.
         feeds: as of `Session.run`.
         tolerance: largest difference that is allowed, as a share of the largest magnitude in the value; None for the
