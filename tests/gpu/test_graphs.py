@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -170,6 +171,37 @@ async def test_t12_results_that_are_held_are_not_overwritten(card: Card) -> None
             assert found[1].tobytes() == wanted[1].tobytes()
         for values, wanted in zip(again[:2], expected, strict=True):
             assert [value.tobytes() for value in await _fetched(device, values)] == [x.tobytes() for x in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, ROWS, 10_000], ids=["small", "on its stream", "in pieces"])
+@on_loop
+async def test_t12_values_of_the_host_are_copied_to_the_inputs_of_a_graph(card: Card, rows: int) -> None:
+    """The card's CuPy counts references to inputs, and copies into them wait for the launch before."""
+    generator, rounds = np.random.default_rng(0), WARM_UPS + CALM + card.choose(50, 6)
+    async with card.device(memory_limit=64 << 20) as device:
+        function = Counted(card)
+        region = CapturedRegion(card.cupy, device.compute, device.pool, function, "chain", GraphCode(function))
+        offers: list[bool] = []
+
+        def offer(place: int, value: np.ndarray) -> Any:
+            array = region.offer(place, value)
+            offers.append(array is not None)
+            return array
+
+        for _ in range(rounds):
+            x, y = generator.standard_normal((2, rows, COLUMNS), np.float32)
+            sent = [await device.fed(value, "x", partial(offer, place)) for place, value in enumerate((x, y))]
+            for value in sent:
+                value.order(device.compute)
+            with device.activate():
+                found = region(*[value.array for value in sent])
+                wanted = _chain(card.cupy, *[value.array for value in sent])
+            for one, other in zip(await _fetched(device, found), await _fetched(device, wanted), strict=True):
+                np.testing.assert_array_equal(one, other)
+            del sent, value, found, wanted
+        assert all(offers[-6:]), "the memory was in use, or references to it do not show"
+        assert function.calls == WARM_UPS + 1
 
 
 @on_loop
