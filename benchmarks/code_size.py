@@ -47,10 +47,10 @@ CAPS: Final = {
     "asyncflow/inputs/": 705,
     "asyncflow/nn/": 1_715,
     "asyncflow/testing/": 684,
-    "asyncflow/optim/": 255,
+    "asyncflow/optim/": 336,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 69_818
+TOTAL: Final = 69_908
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

@@ -9,13 +9,20 @@ from asyncflow.control.body import user_function
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values import nest
 from asyncflow.optim.loss import as_loss
+from asyncflow.optim.loss_scale import scaled_step
 from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Nest
 
 _PAIRS = "pairs of (gradient, variable) alone (as partial(af.optim.sgd, learning_rate=0.1) is)"
 
 
-def minimize(loss: Tensor, variables: Nest, step: Callable[[Iterable[tuple[Nest, Variable]]], Node]) -> Node:
+def minimize(
+    loss: Tensor,
+    variables: Nest,
+    step: Callable[[Iterable[tuple[Nest, Variable]]], Node],
+    *,
+    loss_scale: float | None = None,
+) -> Node:
     """Add the gradients of `loss` and a step along them.
 
     Args:
@@ -38,4 +45,6 @@ def minimize(loss: Tensor, variables: Nest, step: Callable[[Iterable[tuple[Nest,
     change: Callable[[Iterable[tuple[Nest, Variable]]], Node] = user_function(step, "step of minimize", 1, _PAIRS)
     target = as_loss("minimize: the loss", loss)
     listed = nest.flatten(variables)[0]
+    if loss_scale is not None:
+        return scaled_step(target, listed, change, loss_scale)
     return change(zip(gradients(target, listed), listed, strict=True))
