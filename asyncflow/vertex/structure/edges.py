@@ -108,7 +108,7 @@ class Edges:
             first, end = self.samples[sample : sample + 2]
             children = self.children[starts[sample] :]
             edge = ((children < first) | (children >= end)).argmax()
-            wrong = f"has a child {children[edge]}, which is not a vertex of its sample, {first} to {end - 1}"
+            wrong = f"has a child {children[edge]}, which is not among its sample's vertices, {first} to {end - 1}"
             raise self.error(self.parents[starts[sample] + edge], wrong)
 
     def error(self, vertex: int, wrong: str) -> GraphError:
