@@ -144,7 +144,38 @@ class _Blocks:
         return found
 
 
+def _of_one_block(attrs: Attrs, q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array | None:
+    """Return the result for a few queries without a mask, on the host; None for all other calls.
+
+    A decoder makes such a call in each step. The views and arrays of blocks would cost as much as the products, and
+    caches with axes in another order are read where they lie.
+    """
+    heads, keys = q.shape[-3] == k.shape[-3], k.shape[-2]
+    if not heads or q.dtype.itemsize < 4 or math.prod(q.shape[:-1]) * keys * q.dtype.itemsize > BLOCK_BYTES:
+        return None
+    if lengths is not None:
+        keys = min(keys, max(0, int(lengths.max(initial=0))))
+        k, v = k[..., :keys, :], v[..., :keys, :]
+    scores: Array = np.matmul(q * q.dtype.type(attrs["scale"]), k.swapaxes(-1, -2))
+    if lengths is not None and lengths.size > 1:
+        np.copyto(scores, -np.inf, where=np.arange(keys) >= lengths[..., None, None, None])
+    if not scores.size:
+        return None
+    peak = scores.max(axis=-1, keepdims=True)
+    if not np.isfinite(peak).all():  # a query that sees no key, or values that are no numbers
+        return None
+    scores -= peak
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    found: Array = np.matmul(scores, v)
+    return found
+
+
 def _attend(xp: Namespace, attrs: Attrs, q: Array, k: Array, v: Array, *rest: Array) -> Array:
+    if xp is np and not attrs["causal"] and not attrs["masked"]:
+        alone = _of_one_block(attrs, q, k, v, *rest)
+        if alone is not None:
+            return alone
     blocks = _Blocks(xp, attrs, q, k, v, *rest)
     shape, found = (*blocks.parts[0].shape[:3], v.shape[-1]), None
     for items, queries, seen, probabilities in blocks:

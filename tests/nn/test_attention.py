@@ -74,6 +74,20 @@ async def test_keys_past_the_length_of_a_single_example_are_not_read(run: Run, l
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_a_step_over_caches_copies_none_of_them() -> None:
+    """Also where heads are the last axis but one, as they lie when a cache is ``[room, heads, width]``."""
+    cache = np.random.default_rng(1).standard_normal((2, 4096, 4, 16)).swapaxes(1, 2)
+    query, lengths = cache[:, :, :1].copy(), np.array([40, 60])
+    kernel = attention._kernel(np, causal=False, scale=0.3, masked=False)
+    wanted = kernel(query, cache.copy(), cache.copy(), lengths)
+    tracemalloc.start()
+    found = kernel(query, cache, cache, lengths)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert peak < cache.nbytes / 20
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_BYTES", 300)
