@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 336,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 69_932
+TOTAL: Final = 69_939
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

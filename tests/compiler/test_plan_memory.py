@@ -517,7 +517,9 @@ def test_a_session_may_have_all_loops_move_from_the_first_byte() -> None:
 def test_the_text_of_a_plan() -> None:
     usual = on_card(memory_limit=1 << 30)
     lines = on_card(memory_limit=usual.peak // 2).text.splitlines()
-    (line, head, first, *_, last) = lines[next(place for place, line in enumerate(lines) if "limit" in line) :]
+    (line, head, first, *_, last) = lines[
+        next(place for place, line in enumerate(lines) if "iterations, limit" in line) :
+    ]
     assert "40 iterations, limit" in line
     assert "would hold" in line
     assert head.split() == ["value", "bytes/iteration", "choice", "costs/iteration"]

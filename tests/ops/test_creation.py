@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextvars
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
@@ -174,6 +175,25 @@ def test_triangles(evaluate: Evaluate, name: str, dtype: Any) -> None:
         check(evaluate(getattr(creation, name)(x, k=k)), getattr(np, name)(x, k=k))
     with pytest.raises(ShapeError, match=rf"{name}: takes a matrix or a stack of them"):
         getattr(creation, name)(x[0, 0])
+
+
+@pytest.mark.parametrize("name", ["tril", "triu", "eye"])
+def test_a_diagonal_that_a_run_computes_is_refused_at_the_call(name: str) -> None:
+    x: Any = 3 if name == "eye" else np.ones((3, 3))
+    with pytest.raises(GraphError, match="k must be an int known while the graph is built, got <Tensor"):
+        getattr(creation, name)(x, k=constant(1))
+
+
+@pytest.mark.parametrize("bounds", [(0, 1e300), (0, 1, 1e-300), (1e19,)])
+def test_an_arange_of_more_elements_than_an_array_has_is_refused(bounds: tuple[float, ...]) -> None:
+    with pytest.raises(ShapeError, match="a vector has at most 9223372036854775807 elements; these would be 1e"):
+        creation.arange(*bounds)
+
+
+@pytest.mark.parametrize("make", [lambda n: creation.zeros((2, n)), creation.eye, partial(creation.linspace, 0, 1)])
+def test_an_extent_that_no_array_has_is_refused(make: Callable[[int], object]) -> None:
+    with pytest.raises(ShapeError, match=r"an extent is at most 9223372036854775807; got 1e\+30"):
+        make(10**30)
 
 
 @pytest.mark.parametrize("indexing", ["xy", "ij"])

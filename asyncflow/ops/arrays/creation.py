@@ -7,6 +7,7 @@ None leaves that to `asyncflow.device` and the session.
 from __future__ import annotations
 
 import math
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -25,6 +26,7 @@ from asyncflow.ops.arrays.datatypes import astype, broadcast_arrays
 from asyncflow.ops.arrays.extents import Extent, ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.arrays.known_values import KnownValues, assumed, conclusion, default_value
 from asyncflow.ops.arrays.manipulation import reshape
+from asyncflow.ops.axes import static_int
 from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind, same
 
 if TYPE_CHECKING:
@@ -231,6 +233,7 @@ def arange(
 
     Raises:
         GraphError: a step of 0, or an infinite or undefined length.
+        ShapeError: more elements than an array can have.
     """
     if stop is None:
         start, stop = 0, start
@@ -246,6 +249,8 @@ def arange(
         except (OverflowError, ValueError):
             seen = ", ".join(str(value.item()) for value in map(default_value, bounds) if value is not None)
             raise GraphError(f"arange: start, stop and step are finite numbers; got {seen}") from None
+        if length is not None and length > sys.maxsize:
+            raise ShapeError(f"arange: a vector has at most {sys.maxsize} elements; these would be {length:.3g}")
         return apply(ARANGE, *bounds, dtype=found, length=length)[0]
 
 
@@ -342,7 +347,7 @@ def eye(
     Args:
         n_rows: an int or an integer tensor of rank 0.
         n_cols: likewise; None for a square matrix.
-        k: which diagonal.
+        k: which diagonal, an int.
         dtype: element type.
         device: where to make it; None for no request.
     """
@@ -351,7 +356,7 @@ def eye(
         raise DTypeError(f"eye: takes a dtype of numbers, not {dtype_name(found)}")
     template, sizes = split_extents((n_rows, n_rows if n_cols is None else n_cols))
     with placed_on(device):
-        return apply(EYE, *sizes, shape=template, k=k, dtype=found)[0]
+        return apply(EYE, *sizes, shape=template, k=static_int(k, "k"), dtype=found)[0]
 
 
 def _triangle_spec(x: Spec, *, k: int) -> Spec:
@@ -367,12 +372,12 @@ TRIU = define("triu", _triangle_spec, lambda xp, k: partial(xp.triu, k=k), rows=
 
 def tril(x: TensorLike, /, *, k: int = 0) -> Tensor:
     """The lower triangle of the last two axes, with zeros above diagonal `k`."""
-    return apply(TRIL, x, k=k)[0]
+    return apply(TRIL, x, k=static_int(k, "k"))[0]
 
 
 def triu(x: TensorLike, /, *, k: int = 0) -> Tensor:
     """The upper triangle of the last two axes, with zeros below diagonal `k`."""
-    return apply(TRIU, x, k=k)[0]
+    return apply(TRIU, x, k=static_int(k, "k"))[0]
 
 
 def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[Tensor]:

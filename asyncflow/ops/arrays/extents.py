@@ -7,6 +7,7 @@ Such an argument becomes a plain attribute, the *template*, and inputs for its o
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
@@ -127,4 +128,6 @@ def _extent(value: object) -> int:
     extent = operator.index(value)
     if extent < 0:
         raise ShapeError(f"an extent is not negative; got {extent}")
+    if extent > sys.maxsize:  # a run would find out, too, but without the line that built the node
+        raise ShapeError(f"an extent is at most {sys.maxsize}; got {extent:.3g}")
     return extent
