@@ -42,7 +42,7 @@ class Program:
         kernels: for people, which kernels of users nodes call.
         saved: what its loops save for their gradients.
         memory: the treatment of saved values on devices with a limit.
-        memory_notes: why nothing is predicted for some loops.
+        memory_notes: why nothing is predicted for some loops, and what values hold in the order of the plan.
         kept_on_host: tensors whose values a pass keeps on the host.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
         loop_reasons: loops that decide by values of their card, and why the host drives them all the same.

@@ -15,6 +15,7 @@ from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.lowering.single_call import find_single_call
+from asyncflow.compiler.memory.free_early import free_early
 from asyncflow.compiler.memory.last_reads import mark_last_reads
 from asyncflow.compiler.memory.move_saved import move_saved
 from asyncflow.compiler.memory.plan_memory import plan_memory
@@ -249,6 +250,11 @@ def _prune(program: Program, _: Context) -> None:
     prune(program.graph, program.kept)
 
 
+@wraps(free_early)
+def _free_early(program: Program, _: Context) -> None:
+    program.memory_notes = (*program.memory_notes, *free_early(program.graph))
+
+
 @wraps(place)
 def _place(program: Program, context: Context) -> None:
     seed = context.options.placement_seed
@@ -376,6 +382,7 @@ PASSES = (
     Pass("last_reads", _of_graph(mark_last_reads), _optimizes),
     # After `prune`: its edges order nodes of the plan, and add no nodes.
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
+    Pass("free_early", _free_early, _optimizes),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
     # After all passes that know the library's ops, before passes that ask which kernels a device launches.
     Pass("choose_kernels", _choose_kernels, needed="it calls the kernels of users for devices", is_analysis=True),

@@ -88,6 +88,7 @@ def test_passes_run_in_the_order_of_the_list(x: af.Tensor, y: af.Tensor) -> None
                 "batch_loops",
                 "prune",
                 "last_reads",
+                "free_early",
             },
         ),
     ],

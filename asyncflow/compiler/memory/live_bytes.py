@@ -16,6 +16,7 @@ from asyncflow.compiler.program.purity import has_variants
 from asyncflow.control.stores.tensor_array import STACK, array_node
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Memory
 from asyncflow.graph.structured import WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import Shape
@@ -59,7 +60,7 @@ def most_live(
 
     While a branch or loop in it runs, what that takes at most is there besides. Values `elsewhere` do not count.
     """
-    kept = _kept(nodes, sizes.arrays)
+    kept = memory_of_values(nodes, sizes.arrays)
     last = {memory: at for at, node in enumerate(nodes) for x in node.inputs for memory in kept.get(x, ())}
     last.update((memory, len(nodes)) for x in results for memory in kept.get(x, ()))
     gone: dict[int, float] = defaultdict(float)
@@ -77,8 +78,8 @@ def most_live(
     return most
 
 
-def _kept(nodes: Iterable[Node], arrays: Container[Tensor]) -> dict[Tensor, Collection[Tensor]]:
-    """Return the values made by nodes whose memory each of their values keeps, by value."""
+def memory_of_values(nodes: Iterable[Node], arrays: Container[Tensor]) -> dict[Tensor, Collection[Tensor]]:
+    """Return for each value the values of `nodes` whose memory it keeps; each stands for the memory made with it."""
     kept: dict[Tensor, Collection[Tensor]] = {}
     for node in nodes:
         for x in node.outputs:
@@ -97,7 +98,9 @@ def _kept(nodes: Iterable[Node], arrays: Container[Tensor]) -> dict[Tensor, Coll
 def _is_memory(value: Tensor, arrays: Container[Tensor]) -> bool:
     """Return True if a node of a body has made memory for a value, which is not saved."""
     node = value.node
-    if node.op is PARAMETER or value.dtype == VARIANT or node.op.traits.is_cheap:
+    traits = node.op.traits
+    is_cast = traits.memory is Memory.ANY and bool(node.inputs) and value.dtype != node.inputs[0].dtype
+    if node.op is PARAMETER or value.dtype == VARIANT or (traits.is_cheap and not is_cast):
         return False
     if node.op is STACK:
         array = array_node(node.inputs[0])

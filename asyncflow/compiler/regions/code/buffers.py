@@ -7,6 +7,7 @@ body it is passed into.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -205,6 +206,8 @@ class Buffers:
         uses: from `find_uses`.
         carried: results that become loop variables, whose old values are theirs to write to.
         on_card: the buffers are in the memory of a card.
+        gives: the line runs once: a value that stays may have a dead buffer for its own, and buffers that no later
+            value takes are dropped.
         slots: the variable that holds the buffer of a value.
         unslotted: values in memory of their own, for which no buffer may be kept.
     """
@@ -212,19 +215,52 @@ class Buffers:
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
     on_card: bool = False
+    gives: bool = False
     slots: dict[Tensor, str] = field(default_factory=dict)
     unslotted: set[Tensor] = field(default_factory=set)
     _free: dict[Spec, list[str]] = field(default_factory=dict)
+    _wanted: dict[int, dict[Spec, int]] = field(default_factory=dict)
+
+    def look_ahead(self, nodes: Sequence[Node], kernel_of: Callable[[Node], Kernel | None]) -> None:
+        """Find the number of dead buffers that later nodes of a line take, wherever buffers of it are released."""
+        taking: dict[int, Spec] = {}
+        ending: dict[int, Counter[Spec]] = defaultdict(Counter)
+        has_slot: dict[Tensor, str] = {}
+        for index, node in enumerate(nodes):
+            kernel = kernel_of(node)
+            if kernel is None or not writes_to_buffer(node, kernel, on_card=self.on_card):
+                continue
+            (output,) = node.outputs
+            over, end = self._ending(node, index, kernel, has_slot), self.uses.dies_at(output)
+            if over is None:
+                taking[index] = output.spec
+            else:
+                del has_slot[over]
+                ending[index][over.spec] -= 1
+            if end is not None:
+                has_slot[output] = ""
+                ending[end][output.spec] += 1
+        wanted: Counter[Spec] = Counter()
+        for index in range(len(nodes) - 1, -1, -1):
+            for spec, count in ending[index].items():
+                self._wanted.setdefault(index, {})[spec] = wanted[spec]
+                wanted[spec] = max(0, wanted[spec] - count)
+            if index in taking:
+                wanted[taking[index]] += 1
 
     def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[Spec], str | None]) -> str | None:
         """The variable whose buffer `node`, at `index`, may write its result to; None if it has to make a new one."""
         if not writes_to_buffer(node, kernel, on_card=self.on_card):
             return None
         output = node.outputs[0]
-        if self.uses.dies_at(output) is None and output not in self.carried:
+        stays = self.uses.dies_at(output) is None and output not in self.carried
+        if stays and not self.gives:
             return None
         free = self._free.get(output.spec)
-        slot = self._in_place(node, index, kernel) or (free.pop() if free else new_slot(output.spec))
+        slot = self._in_place(node, index, kernel) or (free.pop() if free else None)
+        if stays:
+            return slot
+        slot = slot or new_slot(output.spec)
         if slot is not None:
             self.slots[output] = slot
         elif output not in self.carried:
@@ -265,7 +301,13 @@ class Buffers:
         x, *others = node.inputs
         return self.uses.dies_at(x) == index and all(self.uses.owner.get(other, other) is not x for other in others)
 
-    def release(self, index: int) -> None:
-        """After the node at `index`: buffers that are dead now may be written again."""
+    def release(self, index: int) -> list[tuple[Spec, str]]:
+        """After the node at `index`: buffers that are dead now may be written again; return buffers to drop."""
         for tensor in [x for x in self.slots if self.uses.dies_at(x) == index and x not in self.carried]:
             self._free.setdefault(tensor.spec, []).append(self.slots.pop(tensor))
+        dropped = []
+        for spec, wanted in self._wanted.get(index, {}).items():
+            free = self._free.get(spec, [])
+            dropped += [(spec, slot) for slot in free[wanted:]]
+            del free[wanted:]
+        return dropped

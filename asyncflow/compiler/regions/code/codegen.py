@@ -238,7 +238,9 @@ class RegionGenerator(Source):
         # Memory is scarce on a card, so there only iterations of a loop keep buffers.
         if self.decide is None and (block.loops or not self.enqueues):
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
-            block.buffers = Buffers(uses, carried, on_card=self.enqueues)
+            block.buffers = Buffers(uses, carried, on_card=self.enqueues, gives=not block.loops)
+            if block.buffers.gives:
+                block.buffers.look_ahead(nodes, self.kernel)
         variables = block.variables if self.enqueues else frozenset()
         dead = block.dead = dead_values(nodes, escaping, variables=variables, deep=self.frees)
         for index, node in enumerate(nodes):
@@ -247,7 +249,9 @@ class RegionGenerator(Source):
                 end[1]([self.names[x] for x in left if x in self.names])
             self.put(node, index, block)
             if block.buffers is not None:
-                block.buffers.release(index)
+                dropped = block.buffers.release(index)
+                if dropped:
+                    self.let_go(dropped, block)
             self.drop(dead.get(index, ()), block)
 
     @property
@@ -344,6 +348,8 @@ class RegionGenerator(Source):
             self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
         if self.held is not None:
             self.held.made(node, [self.names.get(x) for x in node.inputs], targets, slot, len(self.lines), block.depth)
+        if buffers is not None and slot not in (None, own) and node.outputs[0] not in buffers.slots:
+            self.let_go([(node.outputs[0].spec, slot)], block)  # the value has it for its own
         if self.account is not None and node.op in VARIABLE_WRITES:
             fresh = [] if is_small_spec(node.outputs[0].spec) else targets
         for target in fresh:
@@ -592,6 +598,11 @@ class RegionGenerator(Source):
         if self.held is not None:
             self.held.leaves_out()
         self.names.update(zip(condition.inputs, variables, strict=False))
+
+    def let_go(self, dropped: Sequence[tuple[Spec, str]], block: KnownNames) -> None:
+        """Drop buffers that no later value takes."""
+        self.put_release([slot for _, slot in dropped], block)
+        self.spare_bytes += sum([spec_nbytes(spec) for spec, _ in dropped])
 
     def put_release(self, buffers: Sequence[str], block: KnownNames) -> None:
         """Let go of the buffers of a loop that has ended."""
