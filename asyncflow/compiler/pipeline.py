@@ -252,7 +252,8 @@ def _prune(program: Program, _: Context) -> None:
 
 @wraps(free_early)
 def _free_early(program: Program, _: Context) -> None:
-    program.memory_notes = (*program.memory_notes, *free_early(program.graph))
+    found = free_early(program.graph)
+    program.memory_notes = program.memory_notes or (() if program.memory else tuple(found))  # else a plan tells more
 
 
 @wraps(place)

@@ -403,7 +403,8 @@ class Plan:
             memory: only the memory of CUDA graphs that there are by now, and the values that loops save for their
                 gradients: each with its bytes an iteration and its readers. On devices with a limit, also the choice
                 for each (``Session(saved_values="auto")``) or the treatment asked for (``"keep"``, ``"swap"``), its
-                predicted cost, and the cost of less memory.
+                predicted cost, and the cost of less memory. Without a limit, the most bytes of values at a time, in
+                the order of the plan and in the order as written.
             races: only reads and writes that nothing orders, and the lines that built them; of small
                 programs also the outcomes, each with an order that leads to it.
         """
