@@ -3,9 +3,9 @@
 White paper, section 4.1: as soon as possible is too soon for a value that waits for its user. A program that makes
 eight branches and then adds them up holds eight values; one branch behind the other, it holds two.
 
-Two orders of each straight line, the program or a body, are tried. In the first, the node that frees the most for what
-it makes is next. In the second, each value is made just before its first use. An order is taken where it holds less, by
-more than a few per cent. Nodes keep their edges, and with them the order of effects.
+Two orders of each straight line, the program or a body, are tried. In the first, the node that frees the most, less its
+own results, is next. In the second, each value is made just before its first use. An order is taken where it holds less,
+by more than a few per cent. Nodes keep their edges, and with them the order of effects.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def free_early(graph: Graph) -> list[str]:
     written, planned = _put_in_order(graph, Sizes(()))
     if written <= _SMALL:
         return []
-    line = f"a run holds at most {planned:,.0f} bytes of values at a time, besides those that loops save"
+    line = f"a run holds at most {planned:,.0f} bytes of values at a time, besides saved values"
     return [line if planned == written else f"{line}; in the order as written, {written:,.0f}"]
 
 
@@ -68,23 +68,23 @@ def _put_in_order(graph: Graph, sizes: Sizes) -> tuple[float, float]:
         if node.subgraphs:
             held = [_put_in_order(body, sizes) for body in node.subgraphs]
             inside[node] = (max(before for before, _ in held), max(after for _, after in held))
-    values = _Values(graph.nodes, graph.results if isinstance(graph, Subgraph) else (), sizes)
-    total = sum(values.nbytes)
+    memory = _HeldMemory(graph.nodes, graph.results if isinstance(graph, Subgraph) else (), sizes)
+    total = sum(memory.nbytes)
     if not inside and total <= _SMALL:
         return total, total
-    before = values.most(graph.nodes, {node: held[0] for node, held in inside.items()})
+    before = memory.most(graph.nodes, {node: held[0] for node, held in inside.items()})
     within = {node: held[1] for node, held in inside.items()}
-    kept = after = values.most(graph.nodes, within)
+    kept = after = memory.most(graph.nodes, within)
     if total > _SMALL and not has_primitives(graph.nodes):
-        for order in (values.greedy(), values.late()):
-            held_in_order = values.most(order, within)
+        for order in (memory.greedy(), memory.late()):
+            held_in_order = memory.most(order, within)
             if held_in_order < after and held_in_order <= (1 - _GAIN) * kept:
                 after, graph.nodes[:] = held_in_order, order
     return before, after
 
 
 @dataclass(slots=True, eq=False)
-class _Values:
+class _HeldMemory:
     """The memory that the nodes of a program or body make and use; the memory of a value is known by its number.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Values:
         sizes: of values.
         nbytes: of each memory.
         made: memories that each node makes.
-        used: memories that each node uses, with those that it makes, which nothing else may use.
+        used: memories that each node uses, with its own, which may have no other user.
         users: number of nodes that use each memory; one more where it stays to the end.
     """
 
@@ -154,7 +154,7 @@ class _Values:
         return ordered(ends_first, lambda node: sorted(node.sources, key=lambda each: heights.get(each, 0)))
 
     def greedy(self) -> list[Node]:
-        """Return an order in which the node that frees the most for what it makes is next.
+        """Return an order in which the node that frees the most, less its own results, is next.
 
         Of nodes that free equally much, the node goes first whose sources were complete last: a branch goes on before
         another one begins.

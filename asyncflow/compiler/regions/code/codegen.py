@@ -238,8 +238,8 @@ class RegionGenerator(Source):
         # Memory is scarce on a card, so there only iterations of a loop keep buffers.
         if self.decide is None and (block.loops or not self.enqueues):
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
-            block.buffers = Buffers(uses, carried, on_card=self.enqueues, gives=not block.loops)
-            if block.buffers.gives:
+            block.buffers = Buffers(uses, carried, on_card=self.enqueues)
+            if not block.loops:
                 block.buffers.look_ahead(nodes, self.kernel)
         variables = block.variables if self.enqueues else frozenset()
         dead = block.dead = dead_values(nodes, escaping, variables=variables, deep=self.frees)
@@ -249,9 +249,7 @@ class RegionGenerator(Source):
                 end[1]([self.names[x] for x in left if x in self.names])
             self.put(node, index, block)
             if block.buffers is not None:
-                dropped = block.buffers.release(index)
-                if dropped:
-                    self.let_go(dropped, block)
+                self.put_release(block.buffers.release(index), block)
             self.drop(dead.get(index, ()), block)
 
     @property
@@ -308,8 +306,7 @@ class RegionGenerator(Source):
         kernel, buffers, slot, own = self.kernel(node), block.buffers, None, self.owned.get(node)
         n_slots, replaced = len(self.slots), None
         if buffers is not None and kernel is not None:
-            own = own if own is not None and buffers.may_change(node, index) else None
-            slot = own
+            slot = own = own if own is not None and buffers.may_change(node, index) else None
             if own is None and self.reordered.isdisjoint(node.outputs):
                 replaced = buffers.replaced(node, index, kernel)
                 slot = None if replaced is not None else buffers.slot_for(node, index, kernel, self.new_buffer)
@@ -349,19 +346,17 @@ class RegionGenerator(Source):
         if self.held is not None:
             self.held.made(node, [self.names.get(x) for x in node.inputs], targets, slot, len(self.lines), block.depth)
         if buffers is not None and slot not in (None, own) and node.outputs[0] not in buffers.slots:
-            self.let_go([(node.outputs[0].spec, slot)], block)  # the value has it for its own
+            self.put_release([slot], block)  # the value has it for its own
         if self.account is not None and node.op in VARIABLE_WRITES:
             fresh = [] if is_small_spec(node.outputs[0].spec) else targets
         for target in fresh:
             self.bound.setdefault("track", self.track or (self.account and self.account.track))
             self.line(place, f"track({target}, {node.name!r})", node)
-        if self.decide is not None:
-            return
-        if self.enqueues:
+        if self.decide is None and self.enqueues:
             self.counter.written += 1
             if self.counter.written % _LAUNCHES == 0:
                 self.checkpoint(block)
-        elif may_be_long(node, INLINE_LIMIT_NS):
+        elif self.decide is None and may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
 
     def in_parts(self, node: Node, expression: str, block: KnownNames) -> str:
@@ -599,11 +594,6 @@ class RegionGenerator(Source):
             self.held.leaves_out()
         self.names.update(zip(condition.inputs, variables, strict=False))
 
-    def let_go(self, dropped: Sequence[tuple[Spec, str]], block: KnownNames) -> None:
-        """Drop buffers that no later value takes."""
-        self.put_release([slot for _, slot in dropped], block)
-        self.spare_bytes += sum([spec_nbytes(spec) for spec, _ in dropped])
-
     def put_release(self, buffers: Sequence[str], block: KnownNames) -> None:
         """Let go of the buffers of a loop that has ended."""
         if not buffers:
@@ -654,9 +644,7 @@ class RegionGenerator(Source):
     def in_place(
         self, loop: WhileNode, can: Callable[[Node], bool], find: Callable[..., Iterable[_Found]]
     ) -> Iterable[_Found]:
-        """Return the findings of `find` among the results of a loop's body that are computed by suitable nodes in
-        it.
-        """
+        """Return the findings of `find` among the results of a loop's body that suitable nodes of it compute."""
         if self.decide is not None:
             return ()
         condition, body, members = loop.predicate, loop.body, set(loop.body.nodes)
