@@ -256,8 +256,8 @@ class Buffers:
         if not writes_to_buffer(node, kernel, on_card=self.on_card):
             return None
         output = node.outputs[0]
-        # No node writes to the buffer of a value that stays, so that it may be a dead one: gradients of four layers hold
-        # 9 MiB of values instead of 12.
+        # No later node writes to the buffer of a value that stays, so a dead buffer will do: gradients of four layers
+        # hold 9 MiB of values instead of 12.
         stays = self.uses.dies_at(output) is None and output not in self.carried
         if stays and not self.gives:
             return None
