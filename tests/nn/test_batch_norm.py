@@ -344,6 +344,12 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         af.GraphError,
         "training is True or False; got .*; choose in the run with af.cond",
     ),
+    (
+        lambda: batch_norm(X, *running(), training=True, momentum=None),  # type: ignore[arg-type]
+        af.GraphError,
+        "batch_norm: momentum is a number; got None",
+    ),
+    (lambda: batch_norm(X, ZEROS, ZEROS, eps="0"), af.GraphError, "batch_norm: eps is a number"),  # type: ignore[arg-type]
     (lambda: batch_norm(X[0, 0, 0], ZEROS, ZEROS), af.ShapeError, r"input is \(batch, channels, ...\)"),
     (lambda: batch_norm(X, ZEROS[1:], ZEROS), af.ShapeError, r"running_mean has shape \[4\]"),
     (lambda: batch_norm(X, ZEROS, ZEROS, WEIGHT[1:]), af.ShapeError, r"weight has shape \[4\]"),

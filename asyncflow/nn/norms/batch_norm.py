@@ -239,6 +239,10 @@ def batch_norm(
             f"batch_norm: training is True or False; got {brief(training)}; choose in the run with af.cond, or build "
             f"two graphs"
         )
+    # PyTorch's module takes momentum=None, for a mean over all batches: it would have to count them.
+    for name, number in (("momentum", momentum), ("eps", eps)):
+        if not isinstance(number, int | float):
+            raise GraphError(f"batch_norm: {name} is a number; got {brief(number)}")
     if (running_mean is None) != (running_var is None):
         raise GraphError("batch_norm: takes running_mean and running_var together, or neither")
     with graph_for(input, running_mean, running_var, weight, bias):
