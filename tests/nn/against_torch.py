@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import asyncflow as af
+from asyncflow.ops.windows import conv
 from tests.nn.layer_cases import FUNCTIONS, LAYOUTS, Case, random_case
 
 TOLERANCE = 1e-12
@@ -28,6 +29,9 @@ async def main(count: int, seed: int) -> None:
     for number in range(count):
         random = np.random.default_rng([seed, number])
         case = random_case(random)
+        # Small images go the ways of large ones, too.
+        conv.BLOCK_BYTES = int(random.choice([1, 3000, 1 << 20]))
+        conv.FEW_TERMS, conv.FEW_OUTPUTS = (int(each) for each in random.choice([0, 100], 2))
         theirs = by_torch(torch, case)
         ours = await by_asyncflow(case, random, weighed(theirs[0].shape))
         assert [x.shape for x in ours] == [x.shape for x in theirs], (number, case)

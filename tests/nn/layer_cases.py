@@ -39,6 +39,8 @@ def random_case(random: np.random.Generator, name: str | None = None) -> Case:
     padding = [int(random.integers(0, most + 1)) for most in (reach if "conv" in kind else [n // 2 for n in kernel])]
     # PyTorch's 3-D pools compare windows with the input alone.
     least = [n if "pool3d" in name else max(1, n - 2 * width) for n, width in zip(reach, padding, strict=True)]
+    if kind == "max_pool":  # else a dilated window may have padding alone
+        least = [max(n, gap) for n, gap in zip(least, dilation, strict=True)]
     sizes = [int(n + random.integers(0, 5)) for n in least]
     groups = int(random.integers(1, 4))
     own, each = (int(n) for n in random.integers(1, 4, 2))

@@ -40,13 +40,20 @@ async def compare(run: Run, case: Case, random: np.random.Generator) -> None:
     )
 
 
+def choose_ways(monkeypatch: pytest.MonkeyPatch, random: np.random.Generator) -> None:
+    """Cut and join blocks as for larger images."""
+    monkeypatch.setattr(conv, "BLOCK_BYTES", int(random.choice([1, 3000, 1 << 20])))
+    monkeypatch.setattr(conv, "FEW_TERMS", int(random.choice([0, 100])))
+    monkeypatch.setattr(conv, "FEW_OUTPUTS", int(random.choice([0, 100])))
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("graph")
 async def test_random_calls(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, seed: int) -> None:
-    """Also in blocks of few windows, which cut images along each axis."""
+    """Also in blocks of few windows, which cut images along each axis, and in every way of making products."""
     random = np.random.default_rng([seed, NAMES.index(name)])
-    monkeypatch.setattr(conv, "BLOCK_BYTES", int(random.choice([1, 1000, 1 << 20])))
+    choose_ways(monkeypatch, random)
     await compare(run, random_case(random, name), random)
 
 
@@ -57,7 +64,8 @@ def alone(op: Callable[..., Any], given: int, value: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_and_rows(groups: int, transposed: bool) -> None:
+def test_gradients_and_rows(monkeypatch: pytest.MonkeyPatch, groups: int, transposed: bool) -> None:
+    choose_ways(monkeypatch, np.random.default_rng([groups, transposed]))
     w = W if groups == 2 else RNG.standard_normal((6, 4, 3, 2))
     w = np.swapaxes(w, 0, 1).reshape(4, -1, 3, 2) if transposed else w
 
@@ -117,6 +125,16 @@ async def test_values_of_16_bits_are_summed_in_float32(run: Run, dtype: str) -> 
     np.testing.assert_allclose(slopes[1].astype(float), 4, rtol=0.01)
 
 
+def test_sums_of_blocks_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks of one image each, whose sum NumPy does not compute in float32 by itself."""
+    monkeypatch.setattr(conv, "BLOCK_BYTES", 1)
+    assert conv.CONV_WEIGHT.kernel is not None
+    windows = Windows((1, 1), (0, 0), (0, 0), (1, 1))
+    images = np.ones((2500, 1, 1, 1), np.float16)
+    found = conv.CONV_WEIGHT.kernel(np, windows=windows, groups=1, shape=(1, 1, 1))(images, images)
+    assert found.tolist() == [[[[2500]]]]
+
+
 EMPTY = [(0, 4, 6, 5), (2, 4, 0, 5), (0, 4, 0, 0)]
 
 
@@ -147,19 +165,21 @@ async def test_on_a_card(graph: af.Graph) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_memory_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Extra memory is that of a block, and not of an unfolded image, whose windows are nine times as large."""
-    x, w = np.ones((4, 32, 64, 64), np.float32), np.ones((8, 32, 3, 3), np.float32)
+@pytest.mark.parametrize(("images", "channels", "extent"), [(2, 32, 64), (25, 64, 8), (16, 256, 4)])
+def test_memory_of_one_block(images: int, channels: int, extent: int) -> None:
+    """Extra memory is that of a block: not of an unfolded image, and not of two blocks where the last is smaller."""
+    x = np.ones((images, channels, extent, extent), np.float32)
+    w = np.ones((channels, channels, 3, 3), np.float32)
     windows = Windows((1, 1), (1, 1), (1, 1), (1, 1))
-    kernel = conv.CONV.kernel
-    assert kernel is not None
-    run = kernel(np, windows=windows, groups=1)
-    tracemalloc.start()
-    y = run(x, w)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak - y.nbytes < 4 << 20
-    assert 9 * x[0].nbytes > 4 << 20
+    calls = [(conv.CONV, {}, x, w), (conv.CONV_WEIGHT, {"shape": w.shape[1:]}, x, x)]
+    for op, attrs, *inputs in [*calls, (conv.CONV_INPUT, {"shape": x.shape[1:]}, x, w)]:
+        assert op.kernel is not None
+        run = op.kernel(np, windows=windows, groups=1, **attrs)
+        tracemalloc.start()
+        y = run(*inputs)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak - y.nbytes < 4 << 20
 
 
 def test_a_simulation_of_shapes_alone(graph: af.Graph) -> None:

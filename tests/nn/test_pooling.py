@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.ops.windows import pool
+from asyncflow.ops.windows.geometry import Windows
 from asyncflow.testing import check_op
 from tests.fake_cupy.stand_in import stand_in
 from tests.nn.layer_cases import random_case
@@ -98,6 +100,18 @@ async def test_values_of_16_bits_are_summed_in_float32(run: Run, dtype: str) -> 
     for each in found:
         assert each.dtype.name == dtype
         np.testing.assert_allclose(each.astype(float), 60000, rtol=0.01)
+
+
+def test_gradients_of_many_windows_are_summed_in_float32() -> None:
+    """One element is the largest of 2,500 windows."""
+    x = np.zeros((1, 4999), np.float16)
+    x[0, 2499] = 1
+    windows = Windows((1,), (0,), (0,), (1,))
+    assert pool.POOL_PLACES.kernel is not None
+    assert pool.UNPOOLED.kernel is not None
+    places = pool.POOL_PLACES.kernel(np, windows=windows, kernel=(2500,))(x)
+    back = pool.UNPOOLED.kernel(np, windows=windows, kernel=(2500,), shape=(4999,))
+    assert back(np.ones((1, 2500), np.float16), places)[0, 2499] == 2500
 
 
 @pytest.mark.parametrize("is_open", [False, True])

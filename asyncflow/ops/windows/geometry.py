@@ -42,6 +42,10 @@ class Windows:
         """Number of axes."""
         return len(self.stride)
 
+    def raised(self) -> Windows:
+        """Return the same windows along one more axis in front, which has a single element."""
+        return Windows((1, *self.stride), (0, *self.before), (0, *self.after), (1, *self.dilation), self.ceil)
+
     def counts(self, sizes: Sequence[int | None], kernel: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the number of windows along each axis, None where an extent is not known.
 
@@ -96,7 +100,8 @@ def tiles(extents: Extents, room: int) -> Iterator[Slices]:
     """
     steps: list[int] = []
     for extent in reversed(extents):
-        steps.insert(0, max(1, min(extent, room // math.prod(steps))))
+        most = max(1, min(extent, room // math.prod(steps)))
+        steps.insert(0, -(-extent // -(-extent // most)))  # parts of one size, as near as may be
     along = [
         [slice(first, min(first + step, extent)) for first in range(0, extent, step)]
         for extent, step in zip(extents, steps, strict=True)
