@@ -27,10 +27,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
-    "asyncflow/compiler/": 13_472,
+    "asyncflow/compiler/": 13_507,
     "asyncflow/runtime/": 11_354,
     "asyncflow/ops/": 9_260,
-    "asyncflow/devices/": 9_580,
+    "asyncflow/devices/": 9_698,
     "asyncflow/graph/": 3_020,
     "asyncflow/autodiff/": 2_630,
     "asyncflow/state/": 2_600,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 336,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 70_206
+TOTAL: Final = 70_391
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

@@ -15,12 +15,22 @@ from asyncio import AbstractEventLoop
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol, TypeAlias
+from threading import Lock
+from typing import Protocol, SupportsIndex, TypeAlias
 
 from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.devices.saved.mover import Mover
-from asyncflow.devices.saved.saved_handle import SavedEntry, SavedHandle, SavedState, SavedValue, Space, SwapCopy
+from asyncflow.devices.saved.saved_handle import (
+    SavedEntry,
+    SavedGroup,
+    SavedHandle,
+    SavedState,
+    SavedValue,
+    Space,
+    SwapCopy,
+)
 from asyncflow.devices.saved.swap import Moves, SwapStatistics
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.values import Placed
@@ -33,15 +43,43 @@ class RestingLog(Protocol):
     Attributes:
         source: the run, and the loop in which they are saved.
         label: the node that saves them.
+        together: bytes of its values that move by one copy.
+        lock: held while entries change.
+        reference: to the store, by which it may die.
     """
 
     source: tuple[int, str]
     label: str
+    together: float
+    lock: Lock
+    reference: weakref.ref[RestingLog]
 
     def __len__(self) -> int: ...
 
+    def tag(self, index: int) -> str:
+        """The iteration that saved value `index`, if the run is traced."""
+
+    def __getitem__(self, index: SupportsIndex, /) -> Value: ...
+
+    def __setitem__(self, index: SupportsIndex, value: Value, /) -> None: ...
+
     def hand_over(self, index: int) -> None:
         """Put an entry in the place of value `index`, if it is there."""
+
+
+@dataclass(slots=True, eq=False)
+class _GatheredSet:
+    """Values of one run that stores keep themselves until there are enough to move together.
+
+    Attributes:
+        group: of the run.
+        room: bytes of further values that may move with them.
+        saves: of each the store, its number there, and the stream that made it.
+    """
+
+    group: SavedGroup
+    room: float
+    saves: list[tuple[weakref.ref[RestingLog], int, object]] = field(default_factory=list)
 
 
 _Values: TypeAlias = defaultdict[int, Counter[str]]
@@ -78,6 +116,7 @@ class Swapping(Mover):
         self.is_at_rest = True
         # By identity, and weak: a store that is dropped takes its values with it, and there is nothing to move.
         self._resting: dict[int, weakref.ref[RestingLog]] = {}
+        self._gathered: dict[int, _GatheredSet] = {}
         # By run, once the device is lost: saved values lost with it, and saved values that were away.
         self._gone: tuple[_Values, _Values] = (defaultdict(Counter), defaultdict(Counter))
 
@@ -110,32 +149,92 @@ class Swapping(Mover):
 
     def entry(self, value: Value, label: str, run: int, now_ns: int | None, *, moves: Moves, tag: str) -> Value:
         """The result of `keep` for a value saved now, or some time ago (None); under the lock."""
-        found = self.movable(value)
+        gathered = self._gathered.get(run)
+        before = 0 if gathered is None else len(gathered.saves)  # saved earlier, and without a place yet
+        handle = SavedHandle(label, self.moves.group(run), tag=tag)
+        entry = self._added(handle, value, label, self.writer(), before)
+        if handle.values:
+            self._start(self.moves.saved(handle, now_ns, moves=moves))
+        return entry
+
+    def _added(self, handle: SavedHandle, value: Value, label: str, writer: object, before: int = 0) -> Value:
+        """Add a value to a handle; return its entry, or the value itself if it may not move."""
+        found = self.movable(value, writer)
         if found is None:
             return value
         owner, buffer, view = found
         known = self._known.get(id(owner))
-        if known is not None and known.value.holders:
-            return SavedEntry(known.value, view, self.moves.again(known.value, label))
-        if known is not None and known.value.handle.has_moved:
-            return value  # it came back, and the loop that reads it saves it again
-        nbytes: int = getattr(value, "nbytes", 0)
-        saved = self.moves.joined(run, nbytes, label) if moves == "always" else None
-        if saved is None:
-            handle = SavedHandle(nbytes, label, self.moves.group(run), tag=tag)
-            (saved,) = handle.values
-            self.is_in(saved, owner, buffer)
-            self._start(self.moves.saved(handle, now_ns, moves=moves))
-        else:
-            self.is_in(saved, owner, buffer)
+        if known is not None and (known.value.holders or known.value.handle.has_moved):
+            # A value that came back is saved again by the loop that reads it.
+            again = known.value
+            return SavedEntry(again, view, self.moves.again(again, label)) if again.holders else value
+        saved = self.moves.adds(handle, getattr(value, "nbytes", 0), label, before)
+        saved.here = buffer
+        self.is_in(saved, owner)
         return SavedEntry(saved, view, saved.rank)
+
+    def gathers(self, log: RestingLog, value: Value) -> bool:
+        """Return True if the store may keep one more value itself, until there are enough to move together."""
+        nbytes = getattr(value, "nbytes", 0)
+        if not self.moves.least_bytes <= nbytes <= log.together:
+            return False
+        gathered = self._gathered.get(log.source[0])
+        if gathered is None or gathered.room < nbytes:
+            gathered = self._gather_anew(log, nbytes)
+        gathered.room -= nbytes
+        gathered.saves.append((log.reference, len(log), self.writer()))
+        return True
+
+    def _gather_anew(self, log: RestingLog, nbytes: int) -> _GatheredSet:
+        """Have the values that a run has gathered go if no more of them would move together; begin with none."""
+        run = log.source[0]
+        with self._locked():
+            if self.is_at_rest:
+                self._wake()
+            self.hand_over(run)
+            # Several saves may be of one buffer, or have been read: then further values have room.
+            group, space = self.moves.group(run), self.spaces[0]
+            if group.newest is not None and group.newest.nbytes + nbytes > log.together:
+                self._start(self.moves.newest_goes(run))
+            room = log.together - (0 if group.newest is None else group.newest.nbytes)
+            group.live += 1
+            # A set that is larger than the space would not leave at all.
+            gathered = _GatheredSet(group, room if space.limit is None else min(room, space.limit - space.used))
+            self._gathered[run] = gathered
+        return gathered
+
+    def hand_over(self, run: int | None = None, *, least: int = 1) -> None:
+        """See `Mover`: each run's are a set."""
+        for each in [*self._gathered] if run is None else [run]:
+            gathered = self._gathered.get(each)
+            if gathered is not None and len(gathered.saves) >= least:
+                del self._gathered[each]
+                gathered.group.live -= 1
+                self._report(gathered)
+
+    def _report(self, gathered: _GatheredSet) -> None:
+        handle = self.moves.set_of(gathered.group)
+        for reference, index, writer in gathered.saves:
+            log = reference()
+            if log is None:
+                continue
+            with log.lock:
+                value = log[index] if index < len(log) else None  # the value was read, or the store ended
+                if value is not None and type(value) is not SavedEntry:
+                    log[index] = self._added(handle, value, log.label, writer)
+        if self._copies and not handle.tag:
+            first = gathered.saves[0]
+            log = first[0]()
+            handle.tag = "" if log is None else log.tag(first[1])
+        if handle.values:
+            self._start(self.moves.saved(handle, self.now_ns(), moves="always"))
 
     def rests(self, log: RestingLog) -> bool:
         """Return True if a store may keep one more value unreported; under its lock."""
         if not (self.is_at_rest and self.account.at_most <= self.gate.plenty):
             return False
         if id(log) not in self._resting:
-            self._resting[id(log)] = weakref.ref(log)
+            self._resting[id(log)] = log.reference
         return True
 
     def begin(self) -> None:
@@ -163,11 +262,11 @@ class Swapping(Mover):
             BaseException: why it cannot come back.
         """
         value = entry.value
-        if is_last and value.is_inner and value.handle.state is SavedState.KEPT:
+        handle = value.handle
+        if is_last and handle.block is not None and value not in handle.asks:
             # The value stays in place. The handle's last value, which does not come here, takes the lock for all.
-            here, start = value.here, value.start
             self._released.append(entry)
-            return entry.view(here, start)
+            return entry.view(handle.block, value.start)
         with self._lock:
             try:
                 was_away = value.handle.state is SavedState.AWAY
@@ -178,7 +277,7 @@ class Swapping(Mover):
                     self._wait()
                 if handle.error is not None:
                     raise copy(handle.error)  # a copy: its traceback refers to the store, and so to the handle, a cycle
-                buffer, start = value.here, value.start if handle.is_block else 0
+                buffer, start = (value.here, 0) if handle.block is None else (handle.block, value.start)
             finally:
                 if is_last:  # the store has dropped it already
                     self._drop(value)
@@ -192,6 +291,9 @@ class Swapping(Mover):
         handle = value.handle
         if handle.state is SavedState.AWAY and handle.live > 1:
             room = self.moves.room(handle.group.key)
+            if room < handle.nbytes:  # take memory that only waits for other streams, in their order
+                self.take_over(handle.nbytes - room)
+                room = self.moves.room(handle.group.key)
             if room < handle.nbytes and self._fit(value, room):
                 handle = value.handle
         orders = self.moves.wanted(handle, self.now_ns(), rank)
@@ -241,6 +343,7 @@ class Swapping(Mover):
             with self._locked():
                 self.gate.leaves(run)
                 self.moves.leaves(run)
+                self._gathered.pop(run, None)
         self._copies.pop(run, None)
 
     def watch(self, run: int) -> list[SwapCopy]:
@@ -252,6 +355,7 @@ class Swapping(Mover):
         """Make stores hand over all values that they keep to themselves."""
         with self._locked():
             self._wake()
+            self.hand_over()
 
     def is_watched(self, run: int) -> bool:
         """Return True if the run is watched."""
@@ -262,6 +366,11 @@ class Swapping(Mover):
         gone, away = self._gone
         for log in [log for reference in list(self._resting.values()) if (log := reference()) is not None]:
             gone[log.source[0]][log.label] += len(log)
+        for gathered in list(self._gathered.values()):
+            for reference, index, *_ in list(gathered.saves):
+                log = reference()
+                if log is not None and index < len(log) and log[index] is not None:
+                    gone[log.source[0]][log.label] += 1
         here = SavedState.KEPT, SavedState.LEAVING
         known = {owner.value.handle for owner in list(self._known.values())}
         for places, handles in ((gone, (x for x in known if x.state in here)), (away, self.moves.away())):
@@ -283,6 +392,7 @@ class Swapping(Mover):
         if self.is_at_rest and self.gate.need_not_ask(run, sets):
             return False
         with self._lock:
+            self._drop_released()  # these may make room for the iteration
             if self.is_at_rest and not self.gate.has_plenty(sum(each.expected(0) for each in sets)):
                 self._wake()
             return not self.gate.asks(run, sets)
@@ -313,6 +423,7 @@ class Swapping(Mover):
         """A snapshot."""
         with self._locked():
             self._wake()
+            self.hand_over()
             return self.moves.statistics()
 
     def advice(self) -> str:

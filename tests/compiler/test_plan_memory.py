@@ -391,6 +391,19 @@ def test_values_of_an_inner_loop_move_as_asked_for_the_outer_ones() -> None:
     assert moved.moved == (2 * STEPS - 1) * VALUE
 
 
+def test_values_move_where_one_copy_takes_many_of_them() -> None:
+    """A card that is quick, and a host that is not: it starts one copy for as many values as have room."""
+    usual = on_card(card="h100", host="asyncflow", memory_limit=1 << 30)
+    less = on_card(card="h100", host="asyncflow", memory_limit=usual.peak // 2)
+    way = less.planned[0].way
+    assert way.moved == 2
+    assert way.together % (2 * VALUE) == 0  # a set ends where an iteration does
+    assert 8 * VALUE <= way.together <= less.planned[0].figures.room
+    assert less.peak <= usual.peak // 2
+    assert less.seconds < 1.2 * usual.seconds
+
+
+@pytest.mark.usefixtures("one_by_one")
 def test_nothing_moves_where_starting_a_copy_takes_longer_than_computing_again() -> None:
     """A card that is quick, and a host that is not."""
     usual = on_card(card="h100", host="asyncflow", memory_limit=1 << 30)

@@ -115,8 +115,8 @@ CELLS = [
 def test_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way: str, tmp_path: Path) -> None:
     """Behaviour 109: the same bits in three tenths of the memory, of which nothing is held in the end.
 
-    Where time is virtual, bytes are predicted within 15 %: elsewhere it depends on the
-    machine when copies end.
+    Where time is virtual, bytes are predicted within 10 %, and it takes at most 1.15 times as long: elsewhere it
+    depends on the machine when copies end.
     """
     kept = once(kind, counts, tmp_path, memory_limit=ROOM, saved_values="keep")
     limit = int(SHARE * kept.peak)
@@ -127,8 +127,8 @@ def test_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way
     np.testing.assert_array_equal(less.values[1], kept.values[1])
     assert kept.predicted == pytest.approx(kept.peak, rel=0.1)
     if kind == "v100":
-        assert less.predicted == pytest.approx(less.peak, rel=0.15)
-        assert less.seconds < (1.32 if way == "auto" else 1.4) * kept.seconds
+        assert less.predicted == pytest.approx(less.peak, rel=0.1)
+        assert less.seconds < 1.15 * kept.seconds
         assert kept.predicted_s == pytest.approx(kept.seconds, rel=0.25)
 
 
@@ -142,6 +142,10 @@ def _inner(w: Any, y: Any, times: int = 5) -> Any:
 
 def _beside(w: Any, _: Any, y: Any) -> Any:
     return (_inner(w, y, 3) + _inner(w, af.sin(y), 3)) * 0.5
+
+
+def _five_beside(w: Any, _: Any, y: Any) -> Any:
+    return sum(_inner(w, af.sin(y) / k, 3) for k in range(1, 6)) * 0.2
 
 
 def _before_a_branch(w: Any, i: Any, y: Any) -> Any:
@@ -176,7 +180,7 @@ def test_a_limit_holds_for_loops_beside_others(
 
 @pytest.mark.parametrize("way", ["swap", "auto"])
 @pytest.mark.parametrize("kind", ["v100", pytest.param("card", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("body", [_beside, _before_a_branch, _in_a_branch, _capturing])
+@pytest.mark.parametrize("body", [_beside, _five_beside, _before_a_branch, _in_a_branch, _capturing])
 def test_the_error_says_which_limit_would_do_for_loops_beside_others(
     body: Callable[[Any, Any, Any], Any], kind: Kind, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.transfers import passage, slabs
 from asyncflow.devices.cuda.transfers.swapping import CudaSwapping
 from asyncflow.devices.figures.presets import DEFAULT_HOST
-from asyncflow.devices.saved.saved_handle import SavedHandle
+from asyncflow.devices.saved.saved_handle import SavedHandle, SavedState
 from asyncflow.devices.saved.swap import Orders, SavedMoves
 from asyncflow.errors import DeviceLostError
 from asyncflow.graph.structured import WhileNode
@@ -304,7 +304,8 @@ def loses_once_away(moves: SavedMoves, cupy: FakeCupy) -> None:
 
     def left_and_lost(handle: SavedHandle, taken_ns: int | None) -> Orders:
         orders = left(handle, taken_ns)
-        cupy.engine.lose(0, 700)
+        if handle.state is SavedState.AWAY:  # a reader may have come first
+            cupy.engine.lose(0, 700)
         return orders
 
     moves.left = left_and_lost  # type: ignore[method-assign]

@@ -152,7 +152,7 @@ def test_gradients_are_the_same_bits_however_values_move(
     assert short.memory.peak <= LIMIT
     assert 0 < short.memory.moved_out < always.memory.moved_out <= small.memory.moved_out
     assert tight.memory.peak <= LIMIT
-    assert 0 < together.memory.moved_out <= always.memory.moved_out
+    assert 0 < together.memory.moved_out <= always.memory.moved_out + VALUE  # the oldest of the last set
     for other in (short, always, small, together, tight):
         np.testing.assert_array_equal(other.values, never.values)
 

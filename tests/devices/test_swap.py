@@ -79,7 +79,7 @@ class Machine:
     def owed(self, run: int) -> int:
         return self.moves.owed(run)
 
-    def free(self, nbytes: float, run: int | None = None) -> None:
+    def free(self, nbytes: float, run: int | None = None, *, with_sets: bool = True) -> None:
         self.start(self.moves.clear(nbytes, run))
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -100,12 +100,14 @@ class Machine:
     def save(self, label: str, *, nbytes: int = MIB, run: int = 1, always: bool = False) -> SavedValue:
         self.now_ns += 1000
         group = self.moves.group(run)
-        joined = self.moves.joined(run, nbytes, label) if always else None
-        if joined is not None:
-            return joined
-        handle = SavedHandle(nbytes, label, group)
-        self.handles.append(handle)
-        (value,) = handle.values
+        handle = SavedHandle(label, group)
+        if always and self.moves.together:  # values are added to the newest set while they fit in
+            if group.newest is not None and group.newest.nbytes + nbytes > self.moves.together:
+                self.start(self.moves.newest_goes(run))
+            handle = self.moves.set_of(group)
+        if handle not in self.handles:
+            self.handles.append(handle)
+        value = self.moves.adds(handle, nbytes, label)
         self.start(self.moves.saved(handle, self.now_ns, moves="always" if always else "short"))
         return value
 
@@ -247,7 +249,6 @@ def test_values_that_always_move_go_and_come_by_one_copy() -> None:
     for value in reversed(values):
         while not machine.read(value):
             machine.end_in()
-            value.handle.is_block = True
         machine.check()
     assert machine.orders == ["in 3", "in 0"]
     while machine.into:

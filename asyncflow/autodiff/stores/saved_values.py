@@ -42,10 +42,13 @@ NEW_STORE = define(
 """Op that makes an empty store; its attribute ``moves``, if any, is for `asyncflow.compiler.memory.move_saved`."""
 
 
-def _moving_store(xp: Namespace, *, swapping: Swapping, label: str, moves: Moves, loops: Sequence[str]) -> Kernel:
+def _moving_store(
+    xp: Namespace, *, swapping: Swapping, label: str, moves: Moves, together: float, loops: Sequence[str]
+) -> Kernel:
     def new(context: KernelContext) -> SavedValues:
         outer = "".join(f"{name}/{number}/" for name, number in zip(loops, context.tag, strict=False))
-        log = MovingLog((), swapping, label=label, run=context.run, moves=moves, loop=outer + loops[-1])
+        loop = outer + loops[-1]
+        log = MovingLog((), swapping, label=label, run=context.run, moves=moves, together=together, loop=loop)
         return SavedValues(log, 0, 0)
 
     return new

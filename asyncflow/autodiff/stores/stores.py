@@ -8,6 +8,7 @@ whose entries for one element add up. `part_sums` has the sums of parts of a val
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
@@ -16,7 +17,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from asyncflow.devices.saved.saved_handle import SavedEntry
 from asyncflow.devices.saved.swap import Moves
-from asyncflow.devices.swapping import Swapping
+from asyncflow.devices.swapping import RestingLog, Swapping
 from asyncflow.graph.op import KERNELS, PURE, HostInputs, Op, define
 from asyncflow.graph.values.dtypes import VARIANT, summed_in
 from asyncflow.graph.values.shapes import format_shape
@@ -76,21 +77,36 @@ class MovingLog(StoreLog["Value"]):
         label: the node that saves them.
         run: the run that they belong to.
         moves: when they move.
+        together: bytes of values that move by one copy, if they always move.
         loop: the loop that saves them, and the iterations of the loops around it, as tags show them.
     """
 
-    __slots__ = ("_moves", "_swapping", "label", "source")
+    __slots__ = ("_moves", "_swapping", "label", "reference", "source", "together")
 
     def __init__(
-        self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, moves: Moves, loop: str = ""
+        self,
+        entries: Iterable[Value],
+        swapping: Swapping,
+        *,
+        label: str,
+        run: int,
+        moves: Moves,
+        together: float = 0,
+        loop: str = "",
     ) -> None:
         super().__init__(entries)
         self._swapping, self.label, self._moves, self.source = swapping, label, moves, (run, loop)
+        self.together = together if moves == "always" else 0
+        self.reference: weakref.ref[RestingLog] = weakref.ref(self)
         swapping.begin()
 
     def add(self, value: Value) -> None:
         """Add one value."""
-        swapping, run = self._swapping, self.source[0]
+        swapping = self._swapping
+        # The mover counts the value alone. It looks at the value once a set is full, at all of them in one go.
+        if self.together and swapping.gathers(self, value):
+            self.append(value)
+            return
         if swapping.is_at_rest and self._moves != "always":
             # To make logs hand over, the mover takes its own lock before a log's lock. So do not take it under this
             # one: `rests` takes none.
@@ -99,7 +115,7 @@ class MovingLog(StoreLog["Value"]):
                     self.append(value)
                     return
         if getattr(value, "nbytes", 0) >= swapping.moves.least_bytes:
-            value = swapping.keep(value, self.label, run, moves=self._moves, tag=self._tag(len(self)))
+            value = swapping.keep(value, self.label, self.source[0], moves=self._moves, tag=self.tag(len(self)))
         self.append(value)
 
     def hand_over(self, index: int) -> None:
@@ -109,9 +125,10 @@ class MovingLog(StoreLog["Value"]):
             value = self[index] if index < len(self) else None  # None if it was read, or the store has ended
             least_bytes = swapping.moves.least_bytes
             if type(value) is not SavedEntry and getattr(value, "nbytes", -1) >= least_bytes:
-                self[index] = swapping.entry(value, self.label, run, None, moves=self._moves, tag=self._tag(index))
+                self[index] = swapping.entry(value, self.label, run, None, moves=self._moves, tag=self.tag(index))
 
-    def _tag(self, index: int) -> str:
+    def tag(self, index: int) -> str:
+        """See `asyncflow.devices.swapping.RestingLog`."""
         run, loop = self.source
         return f"{loop}/{index}" if self._swapping.is_watched(run) else ""
 
@@ -132,7 +149,15 @@ class MovingLog(StoreLog["Value"]):
         entries = self[:length]
         self._swapping.share(entries)
         run, loop = self.source
-        return MovingLog(entries, self._swapping, label=self.label, run=run, moves=self._moves, loop=loop)
+        return MovingLog(
+            entries,
+            self._swapping,
+            label=self.label,
+            run=run,
+            moves=self._moves,
+            together=self.together,
+            loop=loop,
+        )
 
     def __del__(self) -> None:
         with self.lock:  # another thread may be making it hand over

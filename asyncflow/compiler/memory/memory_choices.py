@@ -79,6 +79,11 @@ class Saving:
         """Bytes an iteration."""
         return sum(self.sizes) + self.fixed
 
+    @property
+    def times(self) -> Sequence[int]:
+        """Number of times that each of `sizes` is saved in an iteration."""
+        return self.copies or (1,) * len(self.sizes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopFigures:
@@ -89,10 +94,13 @@ class LoopFigures:
         forward, backward: one iteration, of the loop and of its gradient.
         savings: the possible sets of saved values; the first is as the program stands.
         room: bytes that the saved values may take.
+        spare: bytes that a set of values may take beside that, or less.
         copy_ns_per_byte: of a copy, out or back; None where nothing moves.
         start_ns: the host's time for a copy.
         part_ns: the host's time for one more value in a copy.
         together: most bytes of several values that move by one copy.
+        least_together: bytes that move by one copy whatever the room is.
+        beside: number of sets of values that may be read in part at a time.
         away: bytes that may be away at a time.
         unseen_ns: the time for which the host may not see that copies out have ended, so that it goes on where there
             is room.
@@ -104,10 +112,13 @@ class LoopFigures:
     backward: Work
     savings: Sequence[Saving]
     room: float
+    spare: float = 0.0
     copy_ns_per_byte: float | None = None
     start_ns: float = 0.0
     part_ns: float = 0.0
     together: float = 0.0
+    least_together: float = 0.0
+    beside: int = 1
     away: float = inf
     unseen_ns: float = 0.0
     checkpoint_bytes: int | None = None
@@ -129,6 +140,7 @@ class Way:
         length: of the segments in which they do.
         held: most bytes held at a time.
         away: bytes that move, as far as there is a place for them.
+        together: most bytes of them that move by one copy, unless one value has more.
         ns: the time of the run.
         exposed_ns: the part of it that waits for copies.
     """
@@ -139,6 +151,7 @@ class Way:
     length: int = 0
     held: float
     away: int = 0
+    together: float = 0.0
     ns: float
     exposed_ns: float = 0.0
 
@@ -166,7 +179,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     """The way that moves the first `moved` values of a saving, in all of the first `kept` iterations."""
     chosen, count = figures.savings[saving], figures.iterations
     going = sum(chosen.sizes[:moved])
-    again, length, held = count - kept, 0, float(kept * (chosen.nbytes - going) + chosen.again_bytes)
+    again, length, together, held = count - kept, 0, 0.0, float(kept * (chosen.nbytes - going) + chosen.again_bytes)
     if again:
         assert figures.checkpoint_bytes is not None
         length = segment_length(again, figures.checkpoint_bytes, chosen.nbytes)
@@ -179,9 +192,16 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     away = int(min(kept * going, figures.away))
     if going:
         share = away / max(kept * going, 1)
-        # Values move together if room allows: one set is in flight while another is saved or read.
+        # Values move together as far as a set has room that is saved or read. The previous set may still be in flight
+        # if both have room. A set ends where an iteration does: else two sets would be read in one iteration.
+        room = figures.room + figures.spare
+        each = sum(size / times for size, times in zip(chosen.sizes[:moved], chosen.times, strict=False))
+        most = moved and ceil(figures.start_ns / figures.part_ns / moved) * each if figures.part_ns else inf
+        together = min(most, max(0.0, room - held) / figures.beside)
+        together -= together % each if together > each else 0.0
+        together = min(figures.together, max(figures.least_together, together), away)
         alone = held + share * _moving(chosen, moved, kept)
-        together = min(figures.together, max(0.0, figures.room - alone) / _SETS, away)
+        held += _SETS * together
         values = sum(chosen.copies[:moved]) or moved
         copies_each = min(values, going / together) if together else values
         starts_ns = share * (figures.start_ns * copies_each + figures.part_ns * (values - copies_each))
@@ -189,7 +209,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
         step_ns = figures.forward.plus(Work(0.0, starts_ns)).ns
         # Bytes in flight, and bytes still queued for the link when the last iteration saves.
         left = max(0.0, 1 - kept * step_ns / link_ns) if link_ns else 0.0
-        held = alone + _SETS * together * (copies_each < values) + away * left
+        held = max(alone, min(held, room)) + away * left
         held += kept * going - away  # values that find no room elsewhere stay
         unseen = min(kept, figures.unseen_ns / step_ns) * share * going if step_ns else 0.0
         held = max(held, min(held + unseen, figures.room))
@@ -203,6 +223,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
         length=length,
         held=held,
         away=away,
+        together=together,
         ns=ns,
         exposed_ns=ns - usual_ns,
     )
@@ -210,13 +231,13 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
 
 def _moving(saving: Saving, moved: int, kept: int) -> float:
     """Return the bytes of values on their way: of each node the last two that it has saved, in an inner loop maybe."""
-    copies = saving.copies or (1,) * moved
-    return sum(min(2, kept * count) * size / count for size, count in zip(saving.sizes[:moved], copies, strict=False))
+    sizes = zip(saving.sizes[:moved], saving.times, strict=False)
+    return sum(min(2, kept * count) * size / count for size, count in sizes)
 
 
 def fits(way: Way, figures: LoopFigures) -> bool:
     """Return True if there is room for the way."""
-    return way.held <= figures.room
+    return way.held <= figures.room + (max(figures.spare, 0.0) if way.together else 0.0)
 
 
 def _ways(figures: LoopFigures) -> Iterator[Way]:

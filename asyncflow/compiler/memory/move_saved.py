@@ -15,6 +15,7 @@ from asyncflow.devices.swapping import Swapping
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
 
 
 def move_saved(graph: Graph, swapping: Mapping[str, Swapping], *, always: bool = False) -> None:
@@ -30,11 +31,14 @@ def move_saved(graph: Graph, swapping: Mapping[str, Swapping], *, always: bool =
             device = swapping.get(node.device or "")
             moves = node.attrs.get("moves") or ("always" if loop.swap_memory or always else "short")
             if node.op is NEW_STORE and save.op in (SAVE, SAVE_FIRST) and device is not None and moves != "never":
+                value = save.inputs[2]
                 node.op = MOVING_STORE
                 node.attrs = {
                     "swapping": device,
-                    "label": save.inputs[2].node.name,
+                    "label": value.node.name,
                     "moves": moves,
+                    # A store of an inner loop does not move itself.
+                    "together": 0 if value.dtype == VARIANT else node.attrs.get("together", device.moves.together),
                     "loops": _loops(loop, bodies),
                 }
 

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from math import ceil
+from math import ceil, inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.autodiff.stores.saved_values import NEW_STORE
@@ -65,6 +65,9 @@ _UNSEEN_SLICES = 3.5
 Measured with the programs of `tests/conformance/test_memory_nested.py` on a simulated V100, with limits of 0.3, 0.4 and
 0.5 of their need: predictions are off by at most 9 %. With 0, 3, 4 and 6 slices it is 32, 12, 11 and 28 %.
 """
+
+_SETS_FULL = 0.92
+"""Share of the limit that values which move together may take. A set that finds no room is taken apart."""
 
 _LESS = 100 << 20
 """Bytes less of memory, whose cost `PlannedLoop.explain` tells."""
@@ -327,6 +330,8 @@ def _planned(
         )
         if is_changed or not (asked or each.loop.swap_memory):
             each.apply(way)
+        elif way.moved:
+            each.let_move(way.together)
         yield planned
 
 
@@ -359,6 +364,21 @@ class _Candidate:
     @property
     def gradients(self) -> list[WhileNode]:
         return [reader.loop for reader in self.segmented.readers]
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of the smallest value that may move."""
+        return inf if self.device.swapping is None else self.device.swapping.moves.least_bytes
+
+    @property
+    def beside(self) -> int:
+        """Number of sets of values that may be read in part at a time: one for each loop that saves them.
+
+        An outer loop reads some before, and some behind, the loops inside it.
+        """
+        bodies = {value.node.graph for value in self.movable[0]}
+        inner = {store.loops[0].body for store in self.inner}
+        return len(bodies) + (bool(inner) and not bodies <= inner) or 1
 
     @property
     def would_hold(self) -> int:
@@ -405,10 +425,9 @@ class _Candidate:
 
     def add(self, change: SavedChange, *inner: SavedChange) -> None:
         """Add a possible set of saved values, in the loop and maybe in inner loops."""
-        swapping, changes, saved = self.device.swapping, [change, *inner], self.saved([change, *inner])
-        least = swapping.moves.least_bytes if swapping is not None else 0
+        changes, saved = [change, *inner], self.saved([change, *inner])
         sizes = {value: each.nbytes * each.times for value, each in saved.items()}
-        movable = [value for value, each in saved.items() if swapping is not None and each.nbytes >= least > 0]
+        movable = [value for value, each in saved.items() if each.nbytes >= self.least_bytes]
         movable.sort(key=lambda value: -sizes[value])  # prefer few large copies, as starting each takes host time
         large = tuple(sizes[value] for value in movable)
         copies = tuple(saved[value].times for value in movable)
@@ -430,7 +449,7 @@ class _Candidate:
         saved = [(each, each.saved()) for each in changes]
         found = {x: _SavedInside(size, self.times_of(each.loop)) for each, sizes in saved for x, size in sizes.items()}
         if len(changes) == 1:
-            found.update((x.value, _SavedInside(nbytes_of(largest_spec(x.value), 1), x.times)) for x in self.inner)
+            found.update((x.value, _SavedInside(_nbytes(x), x.times)) for x in self.inner)
         return found
 
     def look_for_savings(self, graph: Graph) -> None:
@@ -455,16 +474,21 @@ class _Candidate:
         """The figures that the choice depends on."""
         segmented, swapping = self.segmented, self.device.swapping
         may = segmented.may_run_again and len(segmented.readers) == 1
+        in_pieces = swapping is not None and swapping.gate.in_pieces
+        most = 0.0 if swapping is None else swapping.moves.together if in_pieces else swapping.together
         return LoopFigures(
             iterations=self.iterations,
             forward=self.costs.iteration(self.loop),
             backward=reduce(Work.plus, map(self.costs.iteration, self.gradients)),
             savings=tuple(self.savings),
             room=room,
+            spare=0.0 if in_pieces else (_SETS_FULL - FULL) * (self.device.memory.limit or 0),
             copy_ns_per_byte=None if swapping is None else swapping.ns_per_byte,
             start_ns=0.0 if swapping is None else swapping.start_ns,
             part_ns=0.0 if swapping is None else swapping.part_ns,
-            together=0.0 if swapping is None else swapping.moves.together,
+            together=most,
+            least_together=most if in_pieces else 0.0,  # a card may have no larger piece of memory
+            beside=self.beside,
             away=0.0 if swapping is None else swapping.room,
             unseen_ns=0.0 if self.device.asynchronous is None else _UNSEEN_SLICES * SLICE_NS,
             checkpoint_bytes=segmented.variable_bytes if may else None,
@@ -499,22 +523,35 @@ class _Candidate:
         buffers = {each.loop: each.buffer for each in (change, *inside)}
         buffer = change.buffer
         moved = {own(value) for value in self.movable[way.saving][: way.moved] for own in buffers.values()}
-        stores = {self.loop.inputs[store.output.index].node: store.value for store in stores_of(self.loop)}
-        paths = StorePaths(self.loop.graph.root)
-        left = [_stored_inside(store.value, paths) for store in stores_of(self.loop) if store.value.dtype == VARIANT]
-        inner = {store.made: buffers.get(store.loops[0], buffer)(store.value) for store in left if store is not None}
+        stores = self._stores()
+        inner = {store.made: buffers.get(store.loops[0], buffer)(store.value) for store in self._inner_stores()}
         for store in (*stores, *inner):
             store.attrs = {**store.attrs, "moves": "late"}
         # Before the loop's own stores are marked to move always: stores of segments are made with the same attributes,
         # and their few values are read at once.
         if way.kept < self.iterations:
             loop_to_segment(self.loop).rewrite(way.length, way.kept)
+        always = {"moves": "always", "together": way.together}
         for store, value in stores.items():
             if buffer(value) in moved:
-                store.attrs = {**store.attrs, "moves": "always"}
+                store.attrs = {**store.attrs, **always}
         for store, value in inner.items():
             if value in moved:
-                store.attrs = {**store.attrs, "moves": "always"}
+                store.attrs = {**store.attrs, **always}
+
+    def let_move(self, together: float) -> None:
+        """Say how many bytes of its values move by one copy, where all of them move."""
+        for store in (*self._stores(), *(each.made for each in self._inner_stores())):
+            store.attrs = {**store.attrs, "together": together}
+
+    def _stores(self) -> dict[Node, Tensor]:
+        """Return the nodes that make its stores, with the values in them."""
+        return {self.loop.inputs[store.output.index].node: store.value for store in stores_of(self.loop)}
+
+    def _inner_stores(self) -> list[_InnerStore]:
+        paths = StorePaths(self.loop.graph.root)
+        found = [_stored_inside(store.value, paths) for store in stores_of(self.loop) if store.value.dtype == VARIANT]
+        return [store for store in found if store is not None]
 
 
 def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate | str | None:
@@ -563,6 +600,10 @@ class _InnerStore(NamedTuple):
     """The value in the store."""
     times: int
     """Number of values that are saved in an iteration of the outermost loop."""
+
+
+def _nbytes(store: _InnerStore) -> int:
+    return nbytes_of(largest_spec(store.value), 1)
 
 
 def _stored_inside(store: Tensor, paths: StorePaths) -> _InnerStore | None:

@@ -52,7 +52,7 @@ class CpuSwapping(Swapping):
         self._writing, self._reading = writing, reading
         self._failure = ""
 
-    def movable(self, value: Value) -> Movable | None:
+    def movable(self, value: Value, writer: object = None) -> Movable | None:
         """Return how an array with memory of its own can be moved; None for other values."""
         if type(value) is not np.ndarray or value.dtype.hasobject:
             return None

@@ -400,8 +400,10 @@ class CudaDevice(Progress):
 
         A store gives up another store with all arrays of that one.
         """
+        if self._count == 1:
+            return
         is_array = isinstance(value, self.cupy.ndarray)
-        if self._count == 1 or is_plain(value) or (is_array and home_of(value) is stream):
+        if is_plain(value) or (is_array and home_of(value) is stream):
             return
         held = value if is_array else CudaOpaque(value, self, stream)
         stream.hold(held)

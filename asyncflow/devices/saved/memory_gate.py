@@ -46,8 +46,11 @@ class Room(Protocol):
     def owed(self, run: int) -> int:
         """Return the bytes of a run's values that its next iteration reads, and that are away."""
 
-    def free(self, nbytes: float, run: int | None = None) -> None:
-        """Let values go until `nbytes` are to be free: of one run, or of all of them, the youngest first."""
+    def free(self, nbytes: float, run: int | None = None, *, with_sets: bool = True) -> None:
+        """Let values go until `nbytes` are to be free: of one run, or of all of them, the youngest first.
+
+        Values that move together go before there are enough of them only `with_sets`.
+        """
 
 
 class _Pause(NamedTuple):
@@ -105,6 +108,7 @@ class MemoryGate:
     Attributes:
         room: the values that can go; None if values never move.
         ahead: bytes of values that have come back ahead of their reads, so that no iteration has taken them.
+        in_pieces: True if free memory may be in pieces: an iteration then needs room for a set of values besides.
         plenty: bytes up to which nothing is decided.
         paused: launchers that wait for memory.
     """
@@ -112,6 +116,7 @@ class MemoryGate:
     def __init__(self, account: Account, room: Room | None = None) -> None:
         self.room = room
         self.ahead = 0
+        self.in_pieces = False
         self.plenty = inf if account.limit is None else REST * account.limit
         self._account = account
         self._promises: dict[int, _Promise] = {}
@@ -203,7 +208,8 @@ class MemoryGate:
             if elders:  # free all its values: an older run must never wait for a younger one
                 room.free(limit, promise.run)
             else:  # free enough for the next iteration, too, so that it need not wait
-                room.free(missing + needs - room.to_be_free)
+                leaving = room.to_be_free
+                room.free(missing + needs - leaving, with_sets=missing > leaving and self.is_measured(promise.run))
             if room.to_be_free or elders:
                 return False
         if len(promise.sets) == 1:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from threading import Condition, Lock
 
 from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded
@@ -43,10 +42,14 @@ class _Owner(weakref.ref[object]):
     key: int
 
 
-def _forget(known: dict[int, _Owner], reference: weakref.ref[object]) -> None:
-    assert isinstance(reference, _Owner)
-    if known.get(reference.key) is reference:
-        del known[reference.key]
+class _Owners(dict[int, _Owner]):
+    """The owners of values' memory that are alive, by their identity."""
+
+    def forget(self, reference: weakref.ref[object]) -> None:
+        """Drop an owner that has died."""
+        assert isinstance(reference, _Owner)
+        if self.get(reference.key) is reference:
+            del self[reference.key]
 
 
 class Mover(ABC):
@@ -71,8 +74,7 @@ class Mover(ABC):
         self.moves = SavedMoves(account, self.gate, spaces, ns_per_byte=ns_per_byte, together=self.together)
         self.spaces = spaces
         # Keyed by the owner of the memory, while it lives: a value may have left while other code still uses it here.
-        self._known: dict[int, _Owner] = {}
-        self._dies = partial(_forget, self._known)  # keeps only the dict alive
+        self._known = _Owners()
         self._released: deque[SavedEntry] = deque()
         self._lock = Lock()
         self._changed = Condition(self._lock)
@@ -88,8 +90,8 @@ class Mover(ABC):
     # -- for kinds of devices ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def movable(self, value: Value) -> Movable | None:
-        """Return how the value can be moved; None if it cannot, or if that would free nothing."""
+    def movable(self, value: Value, writer: Placed) -> Movable | None:
+        """Return how the value that `writer` made can be moved; None if it cannot, or if that would free nothing."""
 
     @abstractmethod
     def send(self, handle: SavedHandle) -> None:
@@ -102,6 +104,9 @@ class Mover(ABC):
     def bring(self, handle: SavedHandle) -> None:
         """Start to copy ``handle.there`` back; it ends with `brought` or `not_brought`, never before."""
 
+    def take_over(self, nbytes: float) -> None:  # noqa: B027 - most devices have none
+        """Free up to `nbytes` that are kept only until the work of other streams is done; under the lock."""
+
     def parts_of(self, there: Placed, start: int) -> tuple[Placed, Placed] | None:
         """Return the parts of a copy before this byte and from there on; None if no part can come by itself."""
         return None
@@ -113,6 +118,10 @@ class Mover(ABC):
     @abstractmethod
     def now_ns(self) -> int:
         """The time by which saves, reads and copies are measured."""
+
+    def writer(self) -> object:
+        """Return the stream that makes the values saved now; None if the device has one order."""
+        return None
 
     def ended_ns(self) -> int:
         """The time of a trace, when a copy has just ended."""
@@ -145,6 +154,7 @@ class Mover(ABC):
         with self._locked():
             self.moves.came(handle, 0)
             handle.error = copy(error)
+            handle.asks = [*handle.values]
             self._discard(handle)
 
     # -- for the memory gate -------------------------------------------------------------------------------------
@@ -163,9 +173,15 @@ class Mover(ABC):
         """See `Room`."""
         return self.moves.owed(run)
 
-    def free(self, nbytes: float, run: int | None = None) -> None:
+    def free(self, nbytes: float, run: int | None = None, *, with_sets: bool = True) -> None:
         """See `Room`; under the lock."""
+        if with_sets:
+            self.hand_over(run, least=2)
         self._start(self.moves.clear(nbytes, run))
+
+    @abstractmethod
+    def hand_over(self, run: int | None = None, *, least: int = 1) -> None:
+        """Report the values that stores gather, if at least `least`, of one run or of all; under the lock."""
 
     def sample(self) -> tuple[int, ...]:
         """Return the bytes held by the device, and the figures of `SwapStatistics` that a `MemorySample` has."""
@@ -206,10 +222,18 @@ class Mover(ABC):
         # Finalizers run on any thread, at any moment, maybe on the thread that has the lock: to wait would never end.
         while self._released and self._lock.acquire(blocking=False):
             try:
-                while self._released:
-                    self._drop(self._released.popleft().value)
+                self._drop_released()
             finally:
                 self._lock.release()
+
+    def _drop_released(self) -> None:
+        while self._released:
+            value = self._released.popleft().value
+            if value.handle.block is not None and value.holders == 1 and value.handle.live > 1:
+                value.holders = 0  # as `_drop` does for a value of a block that has others
+                value.handle.live -= 1
+            else:
+                self._drop(value)
 
     def _wait(self) -> None:
         if self._is_closed:
@@ -252,6 +276,7 @@ class Mover(ABC):
             value.here = None
         if is_last:
             handle.values.clear()  # each refers to the handle
+            handle.block, handle.asks = None, ()
             if not handle.copying:  # else at the end of the copy, which uses its memory
                 self._discard(handle)
 
@@ -283,20 +308,15 @@ class Mover(ABC):
 
     def arrive(self, handle: SavedHandle, owner: object, here: object) -> None:
         """The device's buffer of values is `here`; `bring` may say so at once, where streams order what follows."""
-        handle.is_block = True
         held = handle.held
-        # Order copies at three reads: of the newest value, two iterations before the oldest, and of the oldest.
-        early = 2 * handle.stride
-        last = len(held) - 1
-        for number, value in enumerate(held):
-            value.here = here
-            value.is_inner = 0 < number < last and number != early
-        self.is_in(held[0], owner, here)
+        handle.block = here
+        # Further copies are ordered two iterations before the oldest is read, and where it is.
+        handle.asks = [held[0], *held[2 * handle.stride :][:1]]
+        self.is_in(held[0], owner)
 
-    def is_in(self, value: SavedValue, owner: object, here: object) -> None:
-        """Note that `here` is the device's buffer of a value, and `owner` what owns its memory."""
-        value.here = here
-        reference = _Owner(owner, self._dies)
+    def is_in(self, value: SavedValue, owner: object) -> None:
+        """Note that `owner` owns the memory of a value."""
+        reference = _Owner(owner, self._known.forget)
         reference.key, reference.value = id(owner), value
         self._known[reference.key] = reference
 

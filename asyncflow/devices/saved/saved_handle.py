@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class SavedGroup:
     Attributes:
         key: of the run.
         count: how many were saved so far.
-        live: how many of them are not GONE.
+        live: how many of their handles are not GONE, and sets that a store still gathers.
         newest: the last values that always move, and have not been asked to.
         kept: values that may go once memory is short, the oldest first.
         out: values that have left, or are leaving, the newest last, whichever went first.
@@ -99,7 +99,6 @@ class SavedGroup:
 
 
 # Compared by identity: two saves of equal values are two values, of which one may be away.
-@dataclass(slots=True, eq=False, repr=False)
 class SavedValue:
     """One saved value of a `SavedHandle`, with which it moves.
 
@@ -109,19 +108,20 @@ class SavedValue:
         label: the node that saves it.
         rank: its place among the values of its run.
         holders: how many entries of stores refer to it.
-        here: the device's buffer, which copies read; that of all values of the handle if they came back together.
+        here: the device's buffer, which copies read, until it has left.
         start: where its bytes begin in the copy of all values, and in their buffer once that has come back.
-        is_inner: it has come back among others, and no copy is to be ordered where it is read for the last time.
     """
 
-    handle: SavedHandle
-    nbytes: int
-    label: str
-    rank: int = 0
-    holders: int = 1
+    # Defaults of the class: most values never set them, and thousands of values are made.
+    holders = 1
     here: Placed = None
-    start: int = 0
-    is_inner: bool = False
+    start = 0
+
+    def __init__(self, handle: SavedHandle, nbytes: int, label: str, rank: int) -> None:
+        self.handle = handle
+        self.nbytes = nbytes
+        self.label = label
+        self.rank = rank
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -129,9 +129,9 @@ class SavedHandle:
     """Saved values that move together, by one copy; one value, if that is large.
 
     Attributes:
-        nbytes: their size in all.
         label: the node that saves the first of them.
         group: their group.
+        nbytes: their size in all.
         values: the values, in the order of their places; none once all are GONE.
         live: how many of them a store still refers to.
         rank: the place of the newest of them, which is read first.
@@ -140,33 +140,31 @@ class SavedHandle:
         has_moved: they have left, or were about to, and never will again.
         space: where they go or are.
         copying: a copy of them is in flight.
-        is_block: they have come back to one buffer.
+        block: the device's buffer of all of them, once they have come back.
+        asks: the values at whose last reads further copies start, once all have come back.
         there: the copied values.
         error: why they cannot come back.
         tag: the iteration of the first, where that is traced.
         is_late: True if a reader waits for them to come back.
     """
 
-    nbytes: int
     label: str
     group: SavedGroup
+    nbytes: int = 0
     values: list[SavedValue] = field(default_factory=list)
-    live: int = 1
+    live: int = 0
     rank: int = 0
     stride: int = 1
     state: SavedState = SavedState.KEPT
     has_moved: bool = False
     space: Space | None = None
     copying: bool = False
-    is_block: bool = False
+    block: Placed = None
+    asks: Sequence[SavedValue] = ()
     there: Placed = None
     error: BaseException | None = None
     tag: str = ""
     is_late: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            self.values.append(SavedValue(self, self.nbytes, self.label))
 
     def __repr__(self) -> str:
         return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"
@@ -179,7 +177,7 @@ class SavedHandle:
     @property
     def is_here(self) -> bool:
         """True if the device has a buffer of them."""
-        return any(value.here is not None for value in self.values)
+        return self.block is not None or any(value.here is not None for value in self.values)
 
 
 class Movable(NamedTuple):
@@ -198,18 +196,21 @@ class SavedEntry:
 
     Attributes:
         value: the value, to which several entries may refer.
-        nbytes: its size.
         view: see `Movable`.
         rank: place of this save among the run's saves.
     """
 
-    __slots__ = ("nbytes", "rank", "value", "view")
+    __slots__ = ("rank", "value", "view")
 
     def __init__(self, value: SavedValue, view: Callable[[Placed, int], Value], rank: int) -> None:
         self.value = value
-        self.nbytes = value.nbytes
         self.view = view
         self.rank = rank
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the value."""
+        return self.value.nbytes
 
 
 class SwapCopy(NamedTuple):

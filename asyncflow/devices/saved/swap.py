@@ -154,10 +154,20 @@ class SavedMoves:
     # -- events --------------------------------------------------------------------------------------------------
 
     def saved(self, handle: SavedHandle, now_ns: int | None, *, moves: Moves = "short") -> Orders:
-        """A value of at least `least_bytes` was saved, for the first time; None if that was some time ago."""
-        group = handle.group
+        """The values of a handle were saved, for the first time; None if that was some time ago."""
+        group, last, newest = handle.group, handle.group.last, handle.values[-1]
         group.live += 1
-        self._follows(handle, handle.values[0])
+        last.update([(value.label, value.rank) for value in handle.values[:-1]])
+        handle.label = handle.values[0].label
+        handle.rank = rank = newest.rank
+        handle.stride = rank - last.get(newest.label, rank - 1)
+        last[newest.label] = rank
+        # The next iteration that reads begins with newer values than the set's.
+        group.until = rank - (handle.stride if handle.values[0] is newest else 0)
+        handle.live = len(handle.values)
+        handle.nbytes = nbytes = sum([value.nbytes for value in handle.values])
+        self._held["kept"] += nbytes
+        self._unasked += nbytes
         if now_ns is not None:  # values of stores at rest arrive all at once, which shows no pace
             group.saves.note(now_ns, handle.rank, 1)
         out: list[SavedHandle] = []
@@ -172,33 +182,40 @@ class SavedMoves:
         self._relieve(out)
         return Orders(out=out)
 
-    def joined(self, run: int, nbytes: int, label: str) -> SavedValue | None:
-        """Have a saved value that always moves join the newest ones, to move with them; None if it may not."""
-        group = self._groups.get(run)
-        handle = None if group is None else group.newest
-        # A value moves at most once.
-        if handle is None or handle.has_moved or handle.nbytes + nbytes > self.together:
-            return None
-        space = self._spaces[0]
-        if space.limit is not None and space.used + handle.nbytes + nbytes > space.limit:
-            return None
-        value = SavedValue(handle, nbytes, label)
+    def adds(self, handle: SavedHandle, nbytes: int, label: str, before: int = 0) -> SavedValue:
+        """Add a value of at least `least_bytes` to a handle that `saved` will be told of.
+
+        Args:
+            handle: the value's.
+            nbytes: its size.
+            label: the node that saves it.
+            before: how many older values have no place yet.
+        """
+        group = handle.group
+        rank = group.count
+        group.count = rank + (not before)
+        value = SavedValue(handle, nbytes, label, rank + before)
         handle.values.append(value)
-        handle.live += 1
-        handle.nbytes += nbytes
-        self._follows(handle, value)
         return value
 
-    def _follows(self, handle: SavedHandle, value: SavedValue) -> None:
-        """Give the newest value its place."""
-        group, label, nbytes = handle.group, value.label, value.nbytes
-        handle.rank = value.rank = rank = group.count
-        group.count = rank + 1
-        handle.stride = stride = rank - group.last.get(label, rank - 1)
-        group.last[label] = rank
-        group.until = rank - stride
-        self._held["kept"] += nbytes
-        self._unasked += nbytes
+    def set_of(self, group: SavedGroup) -> SavedHandle:
+        """Return the handle that further values of a run move with: that of its newest ones, or a new one."""
+        newest, group.newest = group.newest, None
+        if newest is None:
+            return SavedHandle("", group)
+        self._unasked -= newest.nbytes
+        self._held["kept"] -= newest.nbytes
+        group.live -= 1
+        return newest
+
+    def newest_goes(self, run: int) -> Orders:
+        """Order out the newest values of a run that always move: a set of them is full."""
+        out: list[SavedHandle] = []
+        group = self.group(run)
+        newest, group.newest = group.newest, None
+        if newest is not None and not self._goes(newest, out):
+            group.kept.append(newest)
+        return Orders(out=out)
 
     def wanted(self, handle: SavedHandle, now_ns: int, rank: int | None = None) -> Orders:
         """A value is to be read: if it is away, it is the first to come; others that are read after it follow.
@@ -218,6 +235,8 @@ class SavedMoves:
             self._stay(handle)  # copies cannot be withdrawn: this copy is discarded at its end
         elif handle.state is SavedState.AWAY:
             self._come(handle, into)
+            if len(handle.values) > 1 and not self._gate.in_pieces:
+                self._gate.ahead += handle.nbytes  # the iteration is owed them, and does not take them each time
         if group.out:
             self._fetch_ahead(group, rank - handle.stride, into)
         return Orders(into=into)
@@ -287,7 +306,7 @@ class SavedMoves:
         _space(handle).give(dropped)
         first = newest[0]
         own = SavedHandle(
-            sum(value.nbytes for value in newest), first.label, group, newest, rank=handle.rank, stride=handle.stride,
+            first.label, group, sum(value.nbytes for value in newest), newest, rank=handle.rank, stride=handle.stride,
             state=SavedState.AWAY, has_moved=True, space=handle.space, tag=handle.tag,
         )  # fmt: skip
         for value in newest:
@@ -389,7 +408,7 @@ class SavedMoves:
     def is_short(self) -> bool:
         """True if code that needs more memory should wait for the copies out in flight."""
         limit = self._account.limit
-        if not self.to_be_free or limit is None:
+        if not (self._leaving or self._ending) or limit is None:
             return False
         return self._account.used > min(FULL * limit, limit - self._gate.largest)
 

@@ -52,7 +52,7 @@ class SimSwapping(Swapping):
         self._device = device
         self._flights: dict[SavedHandle, tuple[SimEvent, _Contents]] = {}
 
-    def movable(self, value: Value) -> Movable | None:
+    def movable(self, value: Value, writer: object = None) -> Movable | None:
         """Return how an array with device memory of its own can be moved; None for other values."""
         if not isinstance(value, np.ndarray):
             return None
@@ -97,20 +97,31 @@ class SimSwapping(Swapping):
     def leave_early(self, nbytes: float) -> None:
         """Have values that are leaving count as away, the oldest first, until `nbytes` more are free on the device.
 
-        The next work on their memory waits for their copies, as on a CUDA device where an allocation finds no room.
+        Then other values go that may. The next work on their memory waits for their copies, as on a CUDA device where
+        an allocation finds no room.
         """
         if self._lock.locked():  # a value on its way back asks for room ahead of its reads, and waits for no copy
             return
         account = self._device.memory
         before = account.used
         with self._locked():
-            for handle, (copied, there) in [*self._flights.items()]:
-                if account.used <= before - nbytes:
-                    return
-                if handle.state is not SavedState.KEPT and not _is_on_disk(handle):
-                    del self._flights[handle]
-                    self._has_left(handle, there, None)
-                    self._device.let_go(copied)
+            if self._leave(before - nbytes):
+                return
+            self.hand_over(least=2)
+            for handle in self.moves.clear(nbytes - before + account.used).out:
+                self.send(handle)
+            self._leave(before - nbytes)
+
+    def _leave(self, most: float) -> bool:
+        """Count leaving values as away until at most `most` bytes are held; return True if so."""
+        for handle, (copied, there) in [*self._flights.items()]:
+            if self._device.memory.used <= most:
+                return True
+            if handle.state is not SavedState.KEPT and not _is_on_disk(handle):
+                del self._flights[handle]
+                self._has_left(handle, there, None)
+                self._device.let_go(copied)
+        return self._device.memory.used <= most
 
     def bring(self, handle: SavedHandle) -> None:
         """Copy the values in, to new memory."""
@@ -123,6 +134,10 @@ class SimSwapping(Swapping):
         self.arrive(handle, copied.storage, _Contents(data, dtype, shape, copied.storage))
         event = copied.written
         self._device.when_over(event, self.brought, handle, event.time_ns - (read or event).started_ns)
+
+    def take_over(self, nbytes: float) -> None:
+        """See `Mover`."""
+        self._device.hand_over(nbytes)
 
     def parts_of(self, there: Placed, start: int) -> tuple[Placed, Placed]:
         """See `Mover`."""
@@ -147,7 +162,7 @@ class SimSwapping(Swapping):
 
     def comes_late(self, handle: SavedHandle, *, was_away: bool) -> bool:
         """Return True if launched work will have ended before the copy in."""
-        device, contents = self._device, cast("_Contents", handle.held[0].here)
+        device, contents = self._device, cast("_Contents", handle.block)
         assert contents.storage is not None
         return max(device.compute.end().time_ns, device.dispatched_ns) < contents.storage.written.time_ns
 

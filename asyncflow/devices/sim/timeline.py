@@ -232,6 +232,10 @@ class Timeline(LaunchingDevice[SimStream]):
     def hold(self, event: SimEvent, storages: Sequence[Storage]) -> None:
         """Keep memory until the host has seen the event: the ledger of work in flight."""
         # A copy may outlive all references to the memory that it reads.
+        held = self._held.get(event)
+        if held is not None:  # a copy may read several values
+            held += storages
+            return
         self._held[event] = held = _HeldStorages(storages)  # only the timer refers to it, so a closed loop frees it
         self.when_over(event, held.clear)
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.captures import NotCapturableError
-from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.devices.protocol import recording
@@ -357,31 +356,28 @@ class CudaCopies:
 
     def move_out(
         self,
-        values: Sequence[tuple[CupyArray, CudaStream, int]],
+        values: Sequence[tuple[CupyArray, CudaStream, CudaStream, int]],
         buffer: PinnedBuffer,
         name: str,
         done: Callable[[BaseException | None], None],
     ) -> tuple[list[Landing], CudaEvent]:
         """Copy the memory of arrays to places in `buffer`; return the landings, and the event at the end.
 
-        The arrays are given with the streams that have made them.
+        The arrays are given with the streams that have made them, and the home streams of their memory.
         ``done(error)`` is called once the copies have ended. Both ends are kept until then, arrays as `Landing` says.
         """
-        d2h, kind, compute = self._d2h, self._runtime.memcpyDeviceToHost, self._device.compute
-        landings: list[Landing] = []
-        copies: list[tuple[int, int, int]] = []
-        for array, _, start in values:
-            memory = array.data.mem
-            landings.append(Landing(array, home_of(array) or compute))
-            copies.append((buffer.ptr + start, memory.ptr, memory.size))
-        for stream in {stream for _, stream, _ in values}:  # an event recorded on each stream follows all writers
+        d2h, kind, copy = self._d2h, self._runtime.memcpyDeviceToHost, self._runtime.memcpyAsync
+        landings = [Landing(array, home) for array, _, home, _ in values]
+        for stream in {stream for _, stream, _, _ in values}:  # an event recorded on each follows all writers
             d2h.wait(stream.record())
-        d2h.work.given += len(copies)
-        with self._card, self._device.timed(d2h, name, sum(nbytes for _, _, nbytes in copies)):
-            for target, origin, nbytes in copies:
-                self._runtime.memcpyAsync(target, origin, nbytes, kind, d2h.raw.ptr)
-        self._device.launched += _LAUNCHES - 1 + len(copies)
-        self._device.memory.requests.copies += len(copies)
+        d2h.work.given += len(values)
+        stream_ptr, target = d2h.raw.ptr, buffer.ptr
+        with self._card, self._device.timed(d2h, name, buffer.nbytes):
+            for array, _, _, start in values:
+                memory = array.data.mem
+                copy(target + start, memory.ptr, memory.size, kind, stream_ptr)
+        self._device.launched += _LAUNCHES - 1 + len(values)
+        self._device.memory.requests.copies += len(values)
         return landings, d2h.conclude(done, *landings, buffer)
 
     def move_in(

@@ -65,10 +65,11 @@ class _OnHost(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """An array that has not moved, and the stream that made it."""
+    """An array that has not moved, the stream that made it, and the home stream of its memory."""
 
     array: CupyArray
     stream: CudaStream
+    home: CudaStream
 
 
 class _Flight(NamedTuple):
@@ -88,6 +89,7 @@ class CudaSwapping(Swapping):
         """Args: the device, and where values go: the host's memory, and the spill file's directory if there is one."""
         spaces = [host] if directory is None else [host, Space("disk")]
         super().__init__(device.memory, spaces, ns_per_byte=_NS_PER_BYTE)
+        self.gate.in_pieces = True
         self.start_ns = DEFAULT_HOST.swap_s * 1e9
         self.part_ns = DEFAULT_HOST.part_s * 1e9
         self._device = device
@@ -103,7 +105,11 @@ class CudaSwapping(Swapping):
 
     # -- movable values ------------------------------------------------------------------------------------------
 
-    def movable(self, value: Value) -> Movable | None:
+    def writer(self) -> CudaStream:
+        """See `Mover`."""
+        return active.stream or self._device.compute
+
+    def movable(self, value: Value, writer: Placed) -> Movable | None:
         """Return how an array with device memory of its own can be moved; None for other values."""
         if not isinstance(value, self._ndarray):
             return None
@@ -113,9 +119,8 @@ class CudaSwapping(Swapping):
             return None
         if memory.size - value.nbytes >= ALLOCATION_BYTES or not (flags.c_contiguous or flags.f_contiguous):
             return None
-        stream = active.stream or self._device.compute
         view = partial(self._view, value.dtype, value.shape, value.strides, value.data.ptr - memory.ptr)
-        return Movable(lease, _Made(value, stream), view)
+        return Movable(lease, _Made(value, writer, lease.home), view)
 
     def _view(
         self, dtype: DType, shape: Shape, strides: tuple[int, ...], offset: int, here: _Made | CudaArray, start: int
@@ -140,7 +145,7 @@ class CudaSwapping(Swapping):
         nbytes = 0
         for value in handle.held:
             value.start = nbytes
-            nbytes += _size(value.here)
+            nbytes += value.here.array.data.mem.size
         assert handle.space is not None
         if handle.space.name == "host":
             self._passage.with_room(nbytes, partial(self._leave, handle, 0))
@@ -153,7 +158,7 @@ class CudaSwapping(Swapping):
         if buffer is not None and held:
             there = _OnHost(buffer, buffer.nbytes)
             done = partial(self._is_out, handle, there, passing, perf_counter_ns())
-            arrays: list[tuple[CupyArray, CudaStream, int]] = [(*value.here, value.start) for value in held]
+            arrays: list[tuple[CupyArray, CudaStream, CudaStream, int]] = [(*value.here, value.start) for value in held]
             try:
                 with recording(self._device, None):  # `Swapping` notes the copy
                     landings, ended = self._device.copies.move_out(arrays, buffer, handle.label, done)
@@ -227,6 +232,10 @@ class CudaSwapping(Swapping):
             self._passage.enter(
                 nbytes, partial(self._passage.with_room, nbytes, partial(self._read, handle, array)), is_first=True
             )
+
+    def take_over(self, nbytes: float) -> None:
+        """See `Mover`."""
+        self._device.hand_over(nbytes)
 
     def parts_of(self, there: Placed, start: int) -> tuple[Placed, Placed] | None:
         """See `Mover`; a block of the file has one checksum, so the block is read whole."""
@@ -368,6 +377,7 @@ class CudaSwapping(Swapping):
             # Capturing a graph again costs less than two copies of a value in each run.
             if free_graphs(self._device.pool.graphs, lambda: account.has_room(nbytes)):
                 return True
+        self.hand_over(least=2)
         while (missing := nbytes - before + account.used) > 0:
             going = self.moves.clear(missing).out
             for handle in going:
@@ -453,11 +463,6 @@ class CudaSwapping(Swapping):
 
 def _is_buffer(there: object, buffer: PinnedBuffer) -> bool:
     return isinstance(there, _OnHost) and there.buffer is buffer
-
-
-def _size(here: _Made) -> int:
-    size: int = here.array.data.mem.size
-    return size
 
 
 def _bytes(buffer: PinnedBuffer) -> memoryview:
