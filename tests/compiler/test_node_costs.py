@@ -29,6 +29,7 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     heads = [af.reshape(each, (2, 2, 2)) for each in (x, y)]
     products.append(af.nn.scaled_dot_product_attention(heads[0], heads[1], heads[1]))
     pooled = af.nn.max_pool1d(x, 2)
+    products.append(af.nn.batch_norm(heads[0], None, None, training=True))
     products += [af.nn.conv1d(x, y, padding=1), af.nn.avg_pool1d(x, 2), af.gradients(pooled, x, pooled)]
     products += over_axes if x.shape is not None else over_axes[:3]  # else listed axes have no gradient
     read = [x[i], af.take(x, rows, axis=2), af.take_along_axis(x, af.astype(y, "int64"), axis=2), x[..., ::2, None]]

@@ -315,8 +315,10 @@ def _layers(x: Tensor, n: Tensor) -> list[Tensor]:
     weights = af.reshape(af.concat([x, x], axis=0), (2, 2, 3))
     y = af.nn.conv1d(images, weights, padding=1, stride=2)
     z = af.nn.max_pool1d(images, 2, 1) + af.nn.avg_pool1d(images, 2, 1)
+    normal = af.nn.batch_norm(weights, None, None, training=True)
     grads = [each for each in gradients([y, z], [images, weights], [y, z]) if each is not None]
-    return [y, z, *grads, *(each for each in gradients(grads, [y, z], grads) if each is not None)]
+    found = [*gradients(grads, [y, z], grads), *gradients([normal], [weights], [normal**2])]
+    return [y, z, *grads, *(each for each in found if each is not None)]
 
 
 def _random(x: Tensor, n: Tensor) -> list[Tensor]:
