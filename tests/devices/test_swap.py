@@ -257,6 +257,21 @@ def test_values_that_always_move_go_and_come_by_one_copy() -> None:
     machine.check_end()
 
 
+def test_a_set_may_hold_a_buffer_that_all_iterations_save() -> None:
+    """A store hands over a whole set: the second save of the buffer comes before the set is known."""
+    machine = Machine(limit=30 * MIB, together=3 * MIB)
+    handle = machine.moves.set_of(machine.moves.group(1))
+    machine.handles.append(handle)
+    value = machine.moves.adds(handle, MIB, "w")
+    place = machine.moves.again(value, "w")
+    machine.start(machine.moves.saved(handle, machine.now_ns, moves="always"))
+    assert (place, value.holders, handle.nbytes, handle.stride) == (0, 2, MIB, 1)
+    machine.drop(value)
+    machine.drop(value)
+    machine.leave(1)
+    machine.check_end()
+
+
 def test_an_iteration_without_room_lets_values_go_that_would_wait_for_others() -> None:
     machine = Machine(limit=20 * MIB, together=3 * MIB)
     values = [machine.save(str(number), always=True) for number in range(2)]

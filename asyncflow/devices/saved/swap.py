@@ -160,7 +160,7 @@ class SavedMoves:
         last.update([(value.label, value.rank) for value in handle.values[:-1]])
         handle.label = handle.values[0].label
         handle.rank = rank = newest.rank
-        handle.stride = rank - last.get(newest.label, rank - 1)
+        handle.stride = max(1, rank - last.get(newest.label, rank - 1))  # a buffer may be saved again meanwhile
         last[newest.label] = rank
         # The next iteration that reads begins with newer values than the set's.
         group.until = rank - (handle.stride if handle.values[0] is newest else 0)
@@ -333,7 +333,7 @@ class SavedMoves:
         value.holders += 1
         rank = group.count - 1
         if label == value.label:
-            handle.stride = max(1, rank - group.last[label])
+            handle.stride = max(1, rank - group.last.get(label, rank))  # none yet while its set is reported
             group.last[label] = rank
         return rank
 
