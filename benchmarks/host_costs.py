@@ -271,6 +271,13 @@ def _training(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
     return HostProgram(f"{size} iterations, forward and backward", af.group(weights.assign_sub(slope)))
 
 
+def _moves(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    start = np.int32(0), af.broadcast_to(af.sum(x), (128, 128))
+    _, y = af.while_loop(lambda i, y: i < 10 * size, lambda i, y: (i + 1, af.tanh(y)), start)
+    options = {"memory_limit": 1 << 20, "saved_values": "swap"}
+    return HostProgram(f"{10 * size} saved values that move", af.gradients(af.sum(y), [x]), options)
+
+
 def _runs(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
     return HostProgram(f"{size} runs", x @ x @ x, runs=size)
 
@@ -292,7 +299,21 @@ def _buffers(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
 
 
 _PROGRAMS: tuple[_Make, ...] = (
-    *(_launches, _nodes, _views, _steps, _primitives, _events, _feeds, _fetches, _hops, _cut_loop, _training, _runs),
+    *(
+        _launches,
+        _nodes,
+        _views,
+        _steps,
+        _primitives,
+        _events,
+        _feeds,
+        _fetches,
+        _hops,
+        _cut_loop,
+        _training,
+        _moves,
+        _runs,
+    ),
     *(_graphs, _buffers),
 )
 
