@@ -76,9 +76,11 @@ async def test_a_deadline_holds_while_another_session_writes(cupy: FakeCupy) -> 
         again = asyncio.create_task(writing.run(add.node))
         for _ in range(10):
             await asyncio.sleep(0)  # until the card has been given its work
-        with pytest.raises(af.DeadlineExceeded, match=r"was not there within timeout=0.01 s; it did not start"):
-            await reading.run(v, timeout=0.01)
-        cupy.resume()
+        try:
+            with pytest.raises(af.DeadlineExceeded, match=r"had not arrived within timeout=0.01 s; it did not start"):
+                await reading.run(v, timeout=0.01)
+        finally:
+            cupy.resume()  # else the sessions would wait for the card for ever
         await again
         np.testing.assert_array_equal(await reading.run(v, timeout=60), ONES * 3)
     af.reset_container("deadlines")
