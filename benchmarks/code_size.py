@@ -45,12 +45,12 @@ CAPS: Final = {
     "asyncflow/": 1_176,
     "asyncflow/semantics/": 1_010,
     "asyncflow/inputs/": 705,
-    "asyncflow/nn/": 1_731,
+    "asyncflow/nn/": 1_733,
     "asyncflow/testing/": 684,
     "asyncflow/optim/": 336,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 70_391
+TOTAL: Final = 70_393
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

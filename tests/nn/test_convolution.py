@@ -219,7 +219,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         "conv2d: dilation is an int from 1 on, or 2 of them",
     ),
     (lambda: af.nn.conv2d(X, W, padding=-1), af.GraphError, "conv2d: padding is an int from 0 on"),
-    (lambda: af.nn.conv2d(X, W, padding="full"), af.GraphError, "padding"),  # type: ignore[arg-type]
+    (lambda: af.nn.conv2d(X, W, padding="full"), af.GraphError, "padding is 'same', 'valid', or numbers"),  # type: ignore[arg-type]
     (
         lambda: af.nn.conv2d(X, W, 2, padding="same", stride=2),
         af.GraphError,

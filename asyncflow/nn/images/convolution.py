@@ -67,6 +67,8 @@ def _conv(
     with graph_for(input, weight, bias):
         images, w = Images("conv", rank, input, layout), as_tensor(weight)
         steps, dilated = images.sizes("stride", stride), images.sizes("dilation", dilation)
+        if isinstance(padding, str) and padding not in ("same", "valid"):
+            raise GraphError(f"conv{rank}d: padding is 'same', 'valid', or numbers of elements; got {padding!r}")
         if padding == "same":
             before, after = _same(images, w, steps, dilated)
         else:
