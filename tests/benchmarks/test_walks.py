@@ -19,10 +19,14 @@ MOST = {
     "gradient": 1520,
 }
 """Most calls of the walks that were made shorter; none may grow again unnoticed. The figures include the checks of the
-tests at the end of a run. For a card they include calls that depend on whether copies end before they are asked for. Four
-ask a region for its input buffers, which saves a copy on the card for each feed of a CUDA graph. Compiling took 10 fewer before a pass looked for an order that holds less, and buffers were counted ahead. It took 15
-fewer before a pass looked for kernels of users. It took 735 before nodes let go of their graph: each
-look at it is a call, and the program of this walk drops its graph.
+tests at the end of a run.
+
+For a card they include calls that depend on whether copies end before they are asked for. Four calls ask a region for
+its input buffers, which saves a copy on the card for each feed of a CUDA graph.
+
+Compiling took 10 fewer before a pass looked for an order that holds less, and 15 fewer before a pass looked for
+kernels of users. It took 735 before nodes let go of their graph: each look at it is a call, and the program of this
+walk drops its graph.
 """
 
 
