@@ -38,7 +38,7 @@ CAPS: Final = {
     "asyncflow/control/": 2_040,
     "asyncflow/vertex/": 1_822,
     "asyncflow/streams/": 1_935,
-    "asyncflow/cli/": 1_410,
+    "asyncflow/cli/": 1_412,
     "asyncflow/profiler/": 1_161,
     "asyncflow/checkpoint/": 1_135,
     "asyncflow/serving/": 1_100,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 336,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 70_393
+TOTAL: Final = 70_395
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

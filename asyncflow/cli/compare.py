@@ -25,8 +25,8 @@ def compare(first: str, second: str, devices: Sequence[Sequence[str]] = (), *, t
         tolerance: as of `difference`.
 
     Returns:
-        0; 1 if a value differs; else 3 if a program raised or exited with a code other than 0, or 130 if it was
-        interrupted.
+        0; 1 if a value differs, or the programs share no firing; else 3 if a program raised or exited with a code other
+        than 0, or 130 if it was interrupted.
 
     Raises:
         TargetError: `first` or `second` names nothing that can be called without arguments.
@@ -47,5 +47,7 @@ def compare(first: str, second: str, devices: Sequence[Sequence[str]] = (), *, t
         return _DIFFERS
     both = len(logs[0].values.keys() & logs[1].values.keys())
     counts = [len(log.values) for log in logs]
-    print(f"no difference in {both} firings, of {counts[0]} in the first program and {counts[1]} in the second")
-    return _PROGRAM_FAILED if code else 0
+    what = "no difference in" if both else "nothing to compare: the programs share"
+    end = "; a program failed" if code else "" if both else "; firings are known by the names of their nodes"
+    print(f"{what} {both} firings, of {counts[0]} in the first program and {counts[1]} in the second{end}")
+    return _PROGRAM_FAILED if code else 0 if both else _DIFFERS

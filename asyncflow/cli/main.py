@@ -82,8 +82,8 @@ examples:
   asyncflow compare "train.py --steps 3" "train.py --steps 3 --fast" --tolerance 1e-6
 
 Both run in this process, node by node, the first one as the golden run; seed their graphs if they draw random numbers.
-The exit code is 0 if all values that both have are equal, 1 for a difference, 2 if a target makes no sense, 3 if a
-program failed and no value differed before.
+The exit code is 0 if all values that both have are equal, and 1 for a difference or if they share no value. It is 2 if
+a target makes no sense, and 3 if a program failed and no value differed before.
 """
 
 _EXPLAIN_EXAMPLES = f"""\

@@ -76,8 +76,19 @@ def test_a_program_that_fails(programs: tuple[str, str], output: Output) -> None
     failing = programs[0].replace(":main", ":failing")
     assert main(["compare", failing, failing]) == 3
     out, err = output()
-    assert "no difference in 0 firings" in out
+    assert "nothing to compare: the programs share 0 firings" in out
+    assert "; a program failed" in out
     assert "this program fails" in err
+
+
+def test_programs_that_share_no_name(programs: tuple[str, str], tmp_path: Path, output: Output) -> None:
+    """Nothing was compared, so that the exit code is none of success."""
+    other = tmp_path / "other.py"
+    other.write_text("def main():\n    pass\n", encoding="utf-8")
+    assert main(["compare", programs[0], f"{other}:main"]) == 1
+    out, _ = output()
+    assert "the programs share 0 firings" in out
+    assert "firings are known by the names of their nodes" in out
 
 
 def test_mistakes(programs: tuple[str, str], output: Output) -> None:
