@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 CAPS: Final = {
     "asyncflow/compiler/": 13_509,
-    "asyncflow/runtime/": 11_354,
+    "asyncflow/runtime/": 11_355,
     "asyncflow/ops/": 9_260,
     "asyncflow/devices/": 9_698,
     "asyncflow/graph/": 3_020,
@@ -50,7 +50,7 @@ CAPS: Final = {
     "asyncflow/optim/": 336,
 }
 """The most lines of code that each room may have; `asyncflow/` are the modules that stand in no room."""
-TOTAL: Final = 70_397
+TOTAL: Final = 70_398
 """The most lines of code of all rooms together: less than their caps, as not all rooms grow at once."""
 PLANNED: Final = {
     "layers, and kernels of each device": 0,

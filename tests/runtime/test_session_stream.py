@@ -362,3 +362,24 @@ async def test_what_cannot_be_streamed(session: af.Session, graph: af.Graph, cas
     pick, message = REFUSED[case]
     with pytest.raises(af.FetchError, match=message):
         await collect(session, pick(Loop(3)))
+
+
+@pytest.mark.parametrize("capacity", [1, 4])
+async def test_a_pooled_loop_streams_as_many_values_as_it_makes_steps(graph: af.Graph, capacity: int) -> None:
+    """None of a loop without iterations, whether the request is alone or a row beside others."""
+    n, x = af.placeholder("int64", ()), af.placeholder("float32", ())
+    made: list[af.Tensor] = []
+
+    def body(i: af.Tensor, y: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        made.append(y * 2 + 1)
+        return i + 1, made[-1]
+
+    af.while_loop(lambda i, _: i < n, body, (af.constant(0, "int64"), x), pool=af.Pool(capacity=capacity))
+    async with af.Session(graph) as session:
+
+        async def ask(count: int) -> list[float]:
+            return [float(y) async for y in session.stream(made[0], {n: count, x: 1.0})]
+
+        for counts in ([0], [1], [0, 3], [3, 0, 0, 1], [0]):
+            found = await asyncio.gather(*map(ask, counts))
+            assert found == [[2.0 ** (k + 2) - 1 for k in range(count)] for count in counts]

@@ -450,7 +450,8 @@ class LoopPool(SharedWork):
             return
         n_vars = self.shared.n_vars
         following, emitted, (goes_on, made) = found[:n_vars], found[n_vars:-2], found[-2:]
-        self._hand_out(activation, emitted)
+        if made:  # else the condition was false at once, and the values are those of no step
+            self._hand_out(activation, emitted)
         self.count(1, int(made))
         rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
         rows.alone_owns = {place: values[place] for place in changed if following[place] is values[place]}
