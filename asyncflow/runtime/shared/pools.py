@@ -450,7 +450,7 @@ class LoopPool(SharedWork):
             return
         n_vars = self.shared.n_vars
         following, emitted, (goes_on, made) = found[:n_vars], found[n_vars:-2], found[-2:]
-        if made:  # else the condition was false at once, and the values are those of no step
+        if made:  # a loop whose condition is false at once has no values to hand out
             self._hand_out(activation, emitted)
         self.count(1, int(made))
         rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
